@@ -1,0 +1,282 @@
+"""Typed options of TIDE: one tree for every door (plain PyTorch, Lightning, Accelerate, Hydra).
+
+Build it directly, or from any mapping (YAML, JSON, an OmegaConf node) with :meth:`TideConfig.from_any`.
+Every value is checked where it enters: an unknown key, a wrong type or a value outside its range raises
+:class:`~tide_strategies.errors.TideConfigError`, which names the option, the value given, what is allowed and,
+for a misspelt key, the nearest right name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, TypeVar
+
+from tide_strategies.errors import TideConfigError
+
+Auto = Literal["auto"]
+T = TypeVar("T")
+
+TOPOLOGY_ENV = "TIDE_TOPOLOGY"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopologyConfig:
+    """A topology stated by hand: ``nodes`` x ``gpus_per_node`` ranks, node-major (paper, Table 2)."""
+
+    nodes: int
+    gpus_per_node: int
+
+    def __post_init__(self) -> None:
+        _check_fields(self, "topology")
+        _at_least(self.nodes, 1, "topology.nodes")
+        _at_least(self.gpus_per_node, 1, "topology.gpus_per_node")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllGatherConfig:
+    """Options of the all-gather (paper, section 3).
+
+    Args:
+        multicast: use NVSwitch multicast where the hardware has it and nobody switched it off.
+        slots: landing slots of the ring that unsharded parameters rotate through, at least 1. More are
+            added when the program keeps more groups unsharded at once.
+        cache: where a slot that still holds current values replaces an all-gather.
+    """
+
+    multicast: Auto | bool = "auto"
+    slots: int = 2
+    cache: Literal["off", "turnaround", "microbatch"] = "turnaround"
+
+    def __post_init__(self) -> None:
+        _check_fields(self, "all_gather")
+        _at_least(self.slots, 1, "all_gather.slots")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReduceScatterConfig:
+    """Options of the reduce-scatter (paper, sections 4 and 5). None of them changes a bit of the result.
+
+    Args:
+        mode: where gradients rest while they are read (section 5.3).
+        sum_ctas: thread blocks of the node-local sum, or "auto".
+        landing_ctas: thread blocks of the landing, or "auto".
+        round_width: rail transfers in flight per round (k), or "auto".
+        chunk_bytes: bytes of one contribution staged at a time, or "auto".
+        passes: sub-slice passes per call, or "auto".
+    """
+
+    mode: Literal["in_place", "slot_reuse"] = "in_place"
+    sum_ctas: Auto | int = "auto"
+    landing_ctas: Auto | int = "auto"
+    round_width: Auto | int = "auto"
+    chunk_bytes: Auto | int = "auto"
+    passes: Auto | int = "auto"
+
+    def __post_init__(self) -> None:
+        _check_fields(self, "reduce_scatter")
+        for name in ("sum_ctas", "landing_ctas", "round_width", "passes"):
+            _at_least(getattr(self, name), 1, f"reduce_scatter.{name}")
+        _at_least(self.chunk_bytes, 4096, "reduce_scatter.chunk_bytes")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationConfig:
+    """Options of the first-step calibration: its cache file (or "auto", "off") and its time budget in seconds."""
+
+    cache: str = "auto"
+    budget_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check_fields(self, "calibration")
+        _above_zero(self.budget_s, "calibration.budget_s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DebugConfig:
+    """Switches for finding faults.
+
+    Args:
+        poison_slots: make vacated parameters read as NaN, so that a use after reshard is seen.
+        trace: keep a record of every collective call.
+    """
+
+    poison_slots: bool = False
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        _check_fields(self, "debug")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TideConfig:
+    """All options of TIDE.
+
+    Args:
+        enabled: False leaves stock FSDP2 untouched.
+        strict: True turns every fallback to stock collectives into an error.
+        plan: "auto" and "tide" use TIDE for every eligible group; "stock" keeps stock collectives for all
+            groups and only measures them.
+        topology: "auto", or nodes and GPUs per node by hand (a mapping, or text such as "2x4"). The
+            environment variable ``TIDE_TOPOLOGY`` overrides "auto".
+        timeout_s: seconds that any wait for a peer may take before the job stops with an error.
+        rail: transport between nodes.
+    """
+
+    enabled: bool = True
+    strict: bool = False
+    plan: Literal["auto", "tide", "stock"] = "auto"
+    topology: Auto | TopologyConfig = "auto"
+    timeout_s: float = 300.0
+    all_gather: AllGatherConfig = field(default_factory=AllGatherConfig)
+    reduce_scatter: ReduceScatterConfig = field(default_factory=ReduceScatterConfig)
+    rail: Literal["auto", "nccl_rma", "p2p", "local"] = "auto"
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+    def __post_init__(self) -> None:
+        _check_fields(self, "")
+        _above_zero(self.timeout_s, "timeout_s")
+
+    @classmethod
+    def from_any(cls, value: TideConfig | Mapping[str, Any] | None = None) -> TideConfig:
+        """Build a config from nothing (defaults), a ``TideConfig``, or any mapping, nested or dotted.
+
+        Raises:
+            TideConfigError: naming the option, the value, and what is allowed.
+        """
+        if isinstance(value, TideConfig):
+            return value
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise TideConfigError(
+                f"TIDE options must be a mapping or a TideConfig, not {type(value).__name__}: {value!r}"
+            )
+        data = _nest(_plain(value))
+        if data.get("topology", "auto") == "auto" and os.environ.get(TOPOLOGY_ENV):
+            data["topology"] = os.environ[TOPOLOGY_ENV]
+        return _build(cls, data, "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as plain nested dictionaries, which :meth:`from_any` reads back to an equal config."""
+        return asdict(self)
+
+
+def parse_topology(text: str) -> TopologyConfig:
+    """Read ``"NODESxGPUS"``, for example ``"2x4"``.
+
+    Raises:
+        TideConfigError: if the text has another form or a number below 1.
+    """
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(p.strip().isdecimal() for p in parts):
+        raise TideConfigError(
+            f"topology must be 'auto', a mapping with nodes and gpus_per_node, or text such as '2x4'; got {text!r}"
+        )
+    return TopologyConfig(nodes=int(parts[0]), gpus_per_node=int(parts[1]))
+
+
+def _plain(value: Any) -> Any:
+    """Turn any mapping type (an OmegaConf node, say) into plain dictionaries."""
+    if isinstance(value, Mapping):
+        return {k: _plain(value[k]) for k in value}
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return value
+
+
+def _nest(data: dict[Any, Any]) -> dict[str, Any]:
+    """Accept ``{"all_gather.slots": 3}`` as well as ``{"all_gather": {"slots": 3}}``."""
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        if not isinstance(key, str):
+            raise TideConfigError(f"TIDE option names are text; got {key!r}")
+        head, _, rest = key.partition(".")
+        if rest:
+            inner = out.setdefault(head, {})
+            if not isinstance(inner, dict):
+                raise TideConfigError(f"option {head!r} is given both as a value and as a section ({key!r})")
+            inner.update(_nest({rest: value}))
+        elif isinstance(value, dict) and isinstance(out.get(key), dict):
+            out[key].update(value)
+        else:
+            out[key] = dict(value) if isinstance(value, dict) else value
+    return out
+
+
+def _build(cls: type[T], data: Mapping[str, Any], path: str) -> T:
+    """Build one section from a mapping, refusing names it does not have."""
+    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        where = f"{path}{key}"
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {path + close[0]!r}?" if close else ""
+            raise TideConfigError(f"unknown TIDE option {where!r}{hint} Known here: {', '.join(known)}.")
+        if key == "topology" and isinstance(value, str) and value != "auto":
+            value = parse_topology(value)
+        section = next((h for h in _members(hints[key]) if is_dataclass(h)), None)
+        if section is not None and isinstance(value, Mapping):
+            missing = [f.name for f in fields(section) if f.name not in value and _required(f)]
+            if missing:
+                raise TideConfigError(f"TIDE option {where!r} needs {', '.join(missing)} as well")
+            value = _build(section, value, f"{where}.")
+        values[key] = value
+    return cls(**values)
+
+
+def _required(f: Any) -> bool:
+    from dataclasses import MISSING
+
+    return f.default is MISSING and f.default_factory is MISSING
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+def _check_fields(obj: Any, section: str) -> None:
+    """Check every field of a section against its annotation (strict: no truthiness, no text for numbers)."""
+    hints = typing.get_type_hints(type(obj))
+    for f in fields(obj):
+        value, members = getattr(obj, f.name), _members(hints[f.name])
+        if not any(_accepts(value, m) for m in members):
+            name = f"{section}.{f.name}" if section else f.name
+            allowed = " or ".join(_describe(m) for m in members)
+            raise TideConfigError(
+                f"TIDE option {name!r} must be {allowed}; got {value!r} ({type(value).__name__})"
+            )
+
+
+def _accepts(value: Any, hint: Any) -> bool:
+    if typing.get_origin(hint) is Literal:
+        return type(value) is str and value in typing.get_args(hint)
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is hint
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(repr(a) for a in typing.get_args(hint))
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    return names.get(hint) or f"a section with {', '.join(f.name for f in fields(hint))}"
+
+
+def _at_least(value: Any, low: int, name: str) -> None:
+    if value != "auto" and value < low:
+        raise TideConfigError(f"TIDE option {name!r} must be at least {low}; got {value!r}")
+
+
+def _above_zero(value: float, name: str) -> None:
+    if not 0 < value < float("inf"):
+        raise TideConfigError(f"TIDE option {name!r} must be a positive, finite number; got {value!r}")

@@ -1,0 +1,94 @@
+"""What ran and why: the report that ``handle.report()`` returns."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveStats:
+    """Totals of one kind of collective in one group since installation.
+
+    Args:
+        calls: number of calls.
+        seconds: wall time that the calling thread spent in them (all of it exposed on the CPU).
+        wait_seconds: the part of ``seconds`` spent waiting for peers; 0.0 under stock, where it cannot be told apart.
+        bytes: bytes this rank moved (all-gather: its shards; reduce-scatter: its slices to peers).
+        stock_calls: calls of a TIDE group that ran as stock for a reason of that call (see ``stock_reason``).
+        stock_reason: code and words of the latest such call.
+    """
+
+    calls: int = 0
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+    bytes: int = 0
+    stock_calls: int = 0
+    stock_reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupReport:
+    """One FSDP2 parameter group: which path it takes, and why.
+
+    Args:
+        name: fully qualified name of the module, "(root)" for the root.
+        path: "tide" or "stock".
+        code: stable code of the verdict ("TIDE-OK", or "TIDE-Fnnn").
+        reason: the verdict in words.
+        remedy: what to do to accelerate a group on the stock path.
+        parameters: number of parameters.
+        unsharded_bytes: bytes of the group's landing.
+        storage: "ring", "pinned" or "torch".
+    """
+
+    name: str
+    path: Literal["tide", "stock"]
+    code: str
+    reason: str
+    remedy: str
+    parameters: int
+    unsharded_bytes: int
+    storage: Literal["ring", "pinned", "torch"]
+    all_gather: CollectiveStats = field(default_factory=CollectiveStats)
+    reduce_scatter: CollectiveStats = field(default_factory=CollectiveStats)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TideReport:
+    """State of TIDE on this rank.
+
+    Args:
+        installed: whether the first forward has installed TIDE (before it, ``groups`` is empty).
+        status: one line in words.
+        arena_bytes: bytes of shared memory by part ("ring", "pinned", "staging", "control"), counted once a node.
+        groups: one entry per parameter group, in module order.
+    """
+
+    installed: bool
+    status: str
+    arena_bytes: dict[str, int] = field(default_factory=dict)
+    groups: tuple[GroupReport, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain dictionaries and lists (JSON-ready)."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"TIDE: {self.status}"]
+        if self.arena_bytes:
+            parts = ", ".join(f"{k} {v / 2**20:.1f} MiB" for k, v in self.arena_bytes.items())
+            lines.append(f"  shared memory of this node: {parts}")
+        for g in self.groups:
+            ag, rs = g.all_gather, g.reduce_scatter
+            lines.append(
+                f"  {g.name}: {g.path} ({g.code}: {g.reason}), {g.parameters} parameters, "
+                f"{g.unsharded_bytes / 2**20:.1f} MiB in {g.storage} memory; "
+                f"{ag.calls} all-gathers {ag.seconds * 1e3:.1f} ms, {rs.calls} reduce-scatters {rs.seconds * 1e3:.1f} ms"
+            )
+            if g.remedy:
+                lines.append(f"    {g.remedy}")
+            for what, stats in (("all-gather", ag), ("reduce-scatter", rs)):
+                if stats.stock_calls:
+                    lines.append(f"    {stats.stock_calls} {what} calls ran as stock: {stats.stock_reason}")
+        return "\n".join(lines)
