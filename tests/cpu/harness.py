@@ -1,0 +1,114 @@
+"""Run one function in several processes, bounded in time, and hand back what each returned.
+
+    results = launch(2, train, {"steps": 3})
+
+``train(rank, world, arg)`` runs in a fresh ("spawn") process per rank with a gloo process group ready. Whatever
+goes wrong in one rank (an exception, a signal, a hang) fails the test with that rank's own traceback.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import queue
+import signal
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any, Callable
+
+
+@dataclass
+class RankResult:
+    """Outcome of one rank: its return value, or the text of its exception, and its exit code."""
+
+    value: Any = None
+    error: str | None = None
+    error_type: str | None = None
+    exit_code: int | None = None
+
+
+def _main(fn: Callable[..., Any], rank: int, world: int, store: str, arg: Any, out: Any, pg_timeout: float) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=pg_timeout),
+        )
+        value = fn(rank, world, arg)
+        out.put((rank, pickle.dumps(value), None, None))
+        code = 0
+    except BaseException as e:
+        out.put((rank, None, traceback.format_exc(), type(e).__name__))
+        code = 1
+    # The results are out; leave without interpreter finalisation, which can abort in torch's gloo threads
+    # (the product's own exits are tested through its doors, not through this harness).
+    out.close()
+    out.join_thread()
+    os._exit(code)
+
+
+def launch_raw(
+    world: int,
+    fn: Callable[..., Any],
+    arg: Any = None,
+    *,
+    timeout: float = 120.0,
+    pg_timeout: float = 60.0,
+    during: Callable[[list[int]], None] | None = None,
+) -> list[RankResult]:
+    """Run ``fn`` on ``world`` ranks; never raises for what a rank did. ``during`` gets the process ids once started."""
+    ctx = mp.get_context("spawn")
+    out = ctx.Queue()
+    results = [RankResult() for _ in range(world)]
+    with tempfile.TemporaryDirectory() as tmp:
+        store = os.path.join(tmp, "store")
+        procs = [
+            ctx.Process(target=_main, args=(fn, r, world, store, arg, out, pg_timeout), daemon=True) for r in range(world)
+        ]
+        for p in procs:
+            p.start()
+        if during is not None:
+            during([p.pid for p in procs])
+        deadline, seen = time.monotonic() + timeout, 0
+        while seen < world and time.monotonic() < deadline:
+            try:
+                rank, value, error, kind = out.get(timeout=0.2)
+            except queue.Empty:
+                if all(p.exitcode is not None for p in procs) and out.empty():
+                    break
+                continue
+            seen += 1
+            results[rank] = RankResult(pickle.loads(value) if value else None, error, kind)
+        for r, p in enumerate(procs):
+            p.join(max(0.0, deadline - time.monotonic()) if seen == world else 0.5)
+            if p.exitcode is None:
+                os.kill(p.pid, signal.SIGKILL)
+                p.join()
+                if results[r].error is None and results[r].value is None:
+                    results[r].error, results[r].error_type = f"no result within {timeout} s; killed", "Hang"
+            results[r].exit_code = p.exitcode
+            if results[r].error is None and p.exitcode != 0:
+                results[r].error, results[r].error_type = f"exit code {p.exitcode}", "Exit"
+    return results
+
+
+def launch(world: int, fn: Callable[..., Any], arg: Any = None, **kw: Any) -> list[Any]:
+    """Run ``fn`` on ``world`` ranks and return their values; raise with the first failing rank's traceback."""
+    results = launch_raw(world, fn, arg, **kw)
+    for rank, r in enumerate(results):
+        if r.error is not None:
+            raise AssertionError(f"rank {rank} of {world} failed:\n{r.error}")
+    return [r.value for r in results]
