@@ -222,7 +222,7 @@ def _build(cls: type[T], data: Mapping[str, Any], path: str) -> T:
             raise TideConfigError(f"unknown TIDE option {where!r}{hint} Known here: {', '.join(known)}.")
         if key == "topology" and isinstance(value, str) and value != "auto":
             value = parse_topology(value)
-        section = next((h for h in _members(hints[key]) if is_dataclass(h)), None)
+        section: Any = next((h for h in _members(hints[key]) if is_dataclass(h)), None)
         if section is not None and isinstance(value, Mapping):
             missing = [f.name for f in fields(section) if f.name not in value and _required(f)]
             if missing:
@@ -252,9 +252,7 @@ def _check_fields(obj: Any, section: str) -> None:
         if not any(_accepts(value, m) for m in members):
             name = f"{section}.{f.name}" if section else f.name
             allowed = " or ".join(_describe(m) for m in members)
-            raise TideConfigError(
-                f"TIDE option {name!r} must be {allowed}; got {value!r} ({type(value).__name__})"
-            )
+            raise TideConfigError(f"TIDE option {name!r} must be {allowed}; got {value!r} ({type(value).__name__})")
 
 
 def _accepts(value: Any, hint: Any) -> bool:

@@ -16,8 +16,9 @@ import signal
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 
 @dataclass
@@ -76,7 +77,8 @@ def launch_raw(
     with tempfile.TemporaryDirectory() as tmp:
         store = os.path.join(tmp, "store")
         procs = [
-            ctx.Process(target=_main, args=(fn, r, world, store, arg, out, pg_timeout), daemon=True) for r in range(world)
+            ctx.Process(target=_main, args=(fn, r, world, store, arg, out, pg_timeout), daemon=True)
+            for r in range(world)
         ]
         for p in procs:
             p.start()

@@ -1,0 +1,1 @@
+"""Collectives as schedules: pure data, no torch, readable by executors, verifier and simulator alike."""

@@ -1,0 +1,80 @@
+"""The all-gather: every shard is written once, at its final address (paper, section 3).
+
+Three streams keep three conditions apart (section 3.2): ``copy`` waits until the landing is free on every local rank
+and writes the own shards; ``completion`` waits until every local rank has written; ``readiness`` is run when this
+rank has vacated the landing, and lets the next user of it in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tide_strategies.collectives.schedule import (
+    NODE,
+    Await,
+    Copy,
+    Counter,
+    Item,
+    Notify,
+    Op,
+    Ref,
+    Schedule,
+    Space,
+)
+from tide_strategies.layout import GroupLayout
+from tide_strategies.topology import Topology
+
+#: Grows when a rank has vacated the landing slot. One per slot.
+VACATED = Counter("vacated")
+#: Grows when a rank's shards are in every local landing.
+LANDED = Counter("landed")
+
+_CAST = {(Item.F32, 2): Item.BF16, (Item.BF16, 4): Item.F32}
+
+
+def all_gather(layout: GroupLayout, topology: Topology, rank: int, shard_items: Sequence[Item]) -> Schedule:
+    """Build rank's schedule of the single-node all-gather with direct landing.
+
+    INPUT p is rank's padded shard of parameter p with elements ``shard_items[p]``; LANDING 0 is the group's landing.
+    A shard whose element differs from the landing's is cast on the way (fp32 masters to bf16).
+
+    Raises:
+        ValueError: if the topology has several nodes or does not fit the layout, or a cast is not f32 <-> bf16.
+    """
+    if topology.nodes != 1:
+        raise ValueError(f"this all-gather serves one node; the topology is {topology}")
+    if topology.ranks != layout.ranks or len(shard_items) != len(layout.params):
+        raise ValueError(
+            f"layout of {layout.ranks} ranks and {len(layout.params)} parameters does not fit "
+            f"topology {topology} and {len(shard_items)} shard dtypes"
+        )
+    for shape, item in zip(layout.params, shard_items, strict=True):
+        if item.size != shape.itemsize and (item, shape.itemsize) not in _CAST:
+            raise ValueError(f"no cast from a shard of {item.value} to landing items of {shape.itemsize} bytes")
+    peers = [r for r in topology.node_ranks(rank) if r != rank]
+    copies: list[Op] = []
+    for p, (shape, item) in enumerate(zip(layout.params, shard_items, strict=True)):
+        items = layout.valid_items(p, rank)
+        if items == 0:
+            continue
+        landing = item if item.size == shape.itemsize else _CAST[item, shape.itemsize]
+        copies.append(
+            Copy(
+                src=Ref(Space.INPUT, p),
+                dst=Ref(Space.LANDING, 0, layout.landing_offset(p, rank), NODE),
+                items=items,
+                src_item=item,
+                dst_item=landing,
+            )
+        )
+    return Schedule(
+        name="all-gather",
+        rank=rank,
+        ranks=topology.ranks,
+        streams={
+            "copy": (*(Await(VACATED, w, 0) for w in peers), *copies, Notify(LANDED)),
+            "completion": tuple(Await(LANDED, w, 1) for w in peers),
+            "readiness": (Notify(VACATED),),
+        },
+        advance={(c, w): 1 for c in (VACATED, LANDED) for w in topology.node_ranks(rank)},
+    )

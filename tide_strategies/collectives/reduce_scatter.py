@@ -1,0 +1,181 @@
+"""The reduce-scatter, level 1: push slices to their owner, sum there in fp32 (paper, section 4.1).
+
+Every rank pushes its slice of every gradient to the rank that owns it, in chunks, through a bounded staging area of
+two banks; the owner adds the staged slices in local-rank order, then its own, which it reads where autograd left it.
+Padding is never sent: owners know what is padding and zero it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tide_strategies.collectives.schedule import (
+    Await,
+    Copy,
+    Counter,
+    Item,
+    Notify,
+    Op,
+    Ref,
+    Schedule,
+    Space,
+    Sum,
+    Zero,
+)
+from tide_strategies.layout import GroupLayout, align
+from tide_strategies.topology import Topology
+
+#: Chunks of one owner that may be in its staging area at once.
+BANKS = 2
+#: Every piece starts on a multiple of this many bytes in staging, so that vector loads are aligned.
+PIECE_ALIGNMENT = 16
+
+
+def pushed(owner: int) -> Counter:
+    """Grows when the writer has pushed a chunk into ``owner``'s staging."""
+    return Counter("pushed", owner)
+
+
+#: Grows when the writer has summed a chunk out of its own staging.
+CONSUMED = Counter("consumed")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``items`` elements of parameter ``p`` from element ``start`` of the owner's shard, at ``at`` bytes of a chunk."""
+
+    p: int
+    start: int
+    items: int
+    at: int
+
+
+def chunks(layout: GroupLayout, owner: int, item: Item, chunk_bytes: int) -> list[tuple[Piece, ...]]:
+    """Cut what ``owner`` receives from one rank into chunks of at most ``chunk_bytes``. All ranks cut alike."""
+    out: list[tuple[Piece, ...]] = []
+    current: list[Piece] = []
+    at = 0
+    for p in range(len(layout.params)):
+        start, end = 0, layout.valid_items(p, owner)
+        while start < end:
+            room = (chunk_bytes - at) // item.size
+            if room <= 0:
+                out.append(tuple(current))
+                current, at = [], 0
+                continue
+            items = min(room, end - start)
+            current.append(Piece(p, start, items, at))
+            at = align(at + items * item.size, PIECE_ALIGNMENT)
+            start += items
+    if current:
+        out.append(tuple(current))
+    return out
+
+
+def reduce_scatter(
+    layout: GroupLayout, topology: Topology, rank: int, *, grad: Item, output: Item, chunk_bytes: int
+) -> Schedule:
+    """Build rank's schedule of the single-node reduce-scatter.
+
+    INPUT p is the unsharded gradient of parameter p, contiguous (D, K) elements ``grad``; OUTPUT 0 is the packed shard
+    of ``layout.output_items`` elements ``output``; STAGING 0 of every rank holds ``memory[STAGING, 0]`` bytes.
+
+    Raises:
+        ValueError: if the topology has several nodes or does not fit the layout, if ``grad`` or ``output`` is not
+            F32 or BF16, or if ``chunk_bytes`` is not a positive multiple of 16.
+    """
+    if topology.nodes != 1:
+        raise ValueError(f"this reduce-scatter serves one node; the topology is {topology}")
+    if topology.ranks != layout.ranks:
+        raise ValueError(f"layout of {layout.ranks} ranks does not fit topology {topology}")
+    if grad.raw or output.raw:
+        raise ValueError(f"gradients and output must be f32 or bf16; got {grad.value} and {output.value}")
+    if chunk_bytes <= 0 or chunk_bytes % PIECE_ALIGNMENT:
+        raise ValueError(f"chunk_bytes must be a positive multiple of {PIECE_ALIGNMENT}; got {chunk_bytes}")
+    build = _Builder(layout, topology, rank, grad, output, chunk_bytes)
+    advance = {(pushed(o), w): n for o, n in build.counts.items() for w in build.senders(o)}
+    advance.update({(CONSUMED, o): n for o, n in build.counts.items()})
+    return Schedule(
+        name="reduce-scatter",
+        rank=rank,
+        ranks=topology.ranks,
+        streams={"main": tuple(build.operations())},
+        advance={key: n for key, n in advance.items() if n},
+        memory={(Space.STAGING, 0): BANKS * (topology.ranks - 1) * chunk_bytes},
+    )
+
+
+class _Builder:
+    def __init__(
+        self, layout: GroupLayout, topology: Topology, rank: int, grad: Item, output: Item, chunk_bytes: int
+    ) -> None:
+        self.layout, self.rank, self.ranks = layout, rank, topology.ranks
+        self.grad, self.output, self.chunk_bytes = grad, output, chunk_bytes
+        self.chunks = {o: chunks(layout, o, grad, chunk_bytes) for o in range(self.ranks)}
+        self.counts = {o: len(c) if self.ranks > 1 else 0 for o, c in self.chunks.items()}
+
+    def senders(self, owner: int) -> list[int]:
+        return [r for r in range(self.ranks) if r != owner]
+
+    def operations(self) -> Iterator[Op]:
+        """Push one chunk ahead of the sums, so that peers seldom wait."""
+        steps = max(len(c) for c in self.chunks.values())
+        yield from self._push(0)
+        for c in range(steps):
+            yield from self._push(c + 1)
+            yield from self._sum(c)
+        yield from self._zero_padding()
+
+    def _staging(self, owner: int, sender: int, chunk: int, at: int) -> Ref:
+        slot = sender - (sender > owner)
+        offset = ((chunk % BANKS) * (self.ranks - 1) + slot) * self.chunk_bytes + at
+        return Ref(Space.STAGING, 0, offset, owner)
+
+    def _gradient(self, owner: int, piece: Piece) -> Ref:
+        items = owner * self.layout.shard_items(piece.p) + piece.start
+        return Ref(Space.INPUT, piece.p, items * self.grad.size)
+
+    def _push(self, c: int) -> Iterator[Op]:
+        # Start with the next rank, not with rank 0: no owner is everybody's first target.
+        for step in range(1, self.ranks):
+            owner = (self.rank + step) % self.ranks
+            if c >= len(self.chunks[owner]):
+                continue
+            # The bank was last used BANKS chunks ago, or by an earlier call, whose chunks may have used any bank.
+            yield Await(CONSUMED, owner, max(0, c - BANKS + 1))
+            for piece in self.chunks[owner][c]:
+                yield Copy(
+                    src=self._gradient(owner, piece),
+                    dst=self._staging(owner, self.rank, c, piece.at),
+                    items=piece.items,
+                    src_item=self.grad,
+                    dst_item=self.grad,
+                )
+            yield Notify(pushed(owner))
+
+    def _sum(self, c: int) -> Iterator[Op]:
+        if c >= len(self.chunks[self.rank]):
+            return
+        senders = self.senders(self.rank)
+        yield from (Await(pushed(self.rank), w, c + 1) for w in senders)
+        for piece in self.chunks[self.rank][c]:
+            staged = tuple(self._staging(self.rank, w, c, piece.at) for w in senders)
+            offset = self.layout.output_offset(piece.p) + piece.start
+            yield Sum(
+                dst=Ref(Space.OUTPUT, 0, offset * self.output.size),
+                sources=(*staged, self._gradient(self.rank, piece)),
+                items=piece.items,
+                src_item=self.grad,
+                dst_item=self.output,
+                scaled=True,
+            )
+        if senders:
+            yield Notify(CONSUMED)
+
+    def _zero_padding(self) -> Iterator[Op]:
+        for p in range(len(self.layout.params)):
+            valid, padded = self.layout.valid_items(p, self.rank), self.layout.shard_items(p)
+            if valid < padded:
+                offset = (self.layout.output_offset(p) + valid) * self.output.size
+                yield Zero(Ref(Space.OUTPUT, 0, offset), (padded - valid) * self.output.size)

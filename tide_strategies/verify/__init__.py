@@ -1,0 +1,1 @@
+"""Checks on schedules, without running them on real memory."""
