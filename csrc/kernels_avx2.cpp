@@ -1,0 +1,2 @@
+#define TIDE_VARIANT avx2
+#include "kernels_body.h"

@@ -1,0 +1,2 @@
+#define TIDE_VARIANT avx512
+#include "kernels_body.h"

@@ -1,0 +1,2 @@
+#define TIDE_VARIANT baseline
+#include "kernels_body.h"
