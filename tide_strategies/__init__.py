@@ -54,3 +54,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+# For programs that switched torch's entry points off; otherwise ``import torch`` has done it already.
+from tide_strategies._autoload import autoload as _autoload  # noqa: E402
+
+_autoload()

@@ -1,0 +1,114 @@
+"""Make TIDE known to the frameworks of an unchanged script: the ``torch.backends`` entry point.
+
+``import torch`` calls :func:`autoload` at its very end, in every process of a job. Two rules follow: it never
+raises (torch would turn that into a failed ``import torch``), and it costs next to nothing (it installs one
+finder; no framework and no other part of TIDE is imported). When the program later imports one of the modules
+of ``_HOOKS``, the finder lets the ordinary import run and then calls that module's hook, which adds TIDE to the
+framework's own registry.
+
+Switched off by ``TIDE_AUTOLOAD=0``. With ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` torch calls no entry point at all;
+``import tide_strategies`` then does the same work by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+SWITCH = "TIDE_AUTOLOAD"
+
+_LIGHTNING = "tide_strategies.integrations.lightning.registration"
+
+# Host module -> hook, as "module:function"; the function gets the host module once its import is complete.
+# A hook may run more than once for a module (after a reload), so it must be idempotent.
+_HOOKS = {
+    "lightning.pytorch.strategies": f"{_LIGHTNING}:register_trainer_strategy",
+    "pytorch_lightning.strategies": f"{_LIGHTNING}:register_trainer_strategy",
+    "lightning.fabric.strategies": f"{_LIGHTNING}:register_fabric_strategy",
+    "lightning_fabric.strategies": f"{_LIGHTNING}:register_fabric_strategy",
+}
+
+_failed: set[str] = set()
+
+
+class _PostImportFinder(MetaPathFinder):
+    """Finds nothing itself: asks the other finders for a host module and has its hook run after its import."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in _HOOKS:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                _run_hook_after_exec(spec)
+                return spec
+        return None
+
+
+def autoload() -> None:
+    """Install the post-import hooks, once; run those of modules that are imported already. Never raises."""
+    try:
+        if os.environ.get(SWITCH, "1").strip().lower() in ("0", "false", "off", "no"):
+            return
+        if not any(isinstance(finder, _PostImportFinder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _PostImportFinder())
+        for name in _HOOKS:
+            module = sys.modules.get(name)
+            if module is not None and not _is_initializing(module):
+                _run_hook(name, module)
+    except Exception as error:
+        _warn_once("autoload", f"TIDE could not install its import hooks ({type(error).__name__}: {error})")
+
+
+def _run_hook_after_exec(spec: ModuleSpec) -> None:
+    """Extend this one loader object rather than wrap it: tools that look at a module's loader see the real one."""
+    loader = spec.loader
+    if loader is None:
+        return
+    exec_module = loader.exec_module
+
+    def exec_then_hook(module: ModuleType) -> None:
+        exec_module(module)
+        _run_hook(spec.name, module)
+
+    try:
+        loader.exec_module = exec_then_hook  # type: ignore[method-assign]
+    except AttributeError as error:
+        _warn_once(spec.name, f"TIDE cannot hook the import of {spec.name} ({error}); it is not available there")
+
+
+def _run_hook(name: str, module: ModuleType) -> None:
+    """Call the hook of a host module; a hook that fails leaves the host as it was, with one warning."""
+    try:
+        from importlib import import_module
+
+        where, _, function = _HOOKS[name].partition(":")
+        getattr(import_module(where), function)(module)
+    except Exception as error:
+        _warn_once(
+            name, f"TIDE could not register with {name} and is not available there ({type(error).__name__}: {error})"
+        )
+
+
+def _is_initializing(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def _warn_once(key: str, message: str) -> None:
+    if key in _failed:
+        return
+    _failed.add(key)
+    import warnings
+
+    # A filter that turns warnings into errors must not turn this one into a failed import of the host.
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn(message, RuntimeWarning, stacklevel=2)

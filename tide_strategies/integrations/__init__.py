@@ -1,0 +1,1 @@
+"""Doors to TIDE from training frameworks. Nothing here is imported before the framework itself is."""

@@ -1,0 +1,128 @@
+"""Read checkpoints of a sharded model: one file with everything in it, or a folder with a part per rank.
+
+Both are written by Lightning itself in its own formats; a full checkpoint made here, or by any other strategy,
+loads everywhere.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import pickle
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
+from torch.optim import Optimizer
+
+from tide_strategies.errors import TideConfigError
+
+METADATA_FILE = "meta.pt"
+
+
+def is_sharded_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is a folder written by a strategy with sharded checkpoints."""
+    return path.is_dir() and (path / METADATA_FILE).is_file()
+
+
+def load_file(path: Path, *, weights_only: bool, where: str) -> dict[str, Any]:
+    """Read a checkpoint file; with ``weights_only`` nothing in it can run code.
+
+    Tensors, numbers, text and plain containers load, and OmegaConf nodes (hyper-parameters often are).
+
+    Raises:
+        TideConfigError: if the file holds other objects; ``where`` says how to allow them.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no checkpoint at {str(path)!r}: it is neither a file nor a folder with {METADATA_FILE}"
+        )
+    try:
+        with _omegaconf_allowed():
+            return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        if not weights_only:
+            raise
+        raise TideConfigError(
+            f"{str(path)!r} holds Python objects besides tensors and plain values, and reading those can run "
+            f"code of whoever wrote the file. If you trust it, use {where}. What torch said: {error}"
+        ) from error
+
+
+def load_sharded(
+    path: Path, module: nn.Module, module_key: str, optimizers: Mapping[str, Optimizer], strict: bool
+) -> None:
+    """Restore the module and optimizers from a sharded checkpoint; a collective call.
+
+    The folder's index is read by ``torch.distributed.checkpoint``, which trusts it.
+    """
+    state: dict[str, Any] = {module_key: get_model_state_dict(module)}
+    dcp.load(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
+    set_model_state_dict(module, state[module_key], options=StateDictOptions(strict=strict))
+    for key, optimizer in optimizers.items():
+        state = {key: get_optimizer_state_dict(module, optimizer)}
+        dcp.load(state, checkpoint_id=path)
+        set_optimizer_state_dict(
+            module, optimizer, optim_state_dict=state[key], options=StateDictOptions(strict=strict)
+        )
+
+
+def load_full_module(module: nn.Module, state: dict[str, Any], strict: bool) -> None:
+    """Distribute a full state dict over the ranks; a collective call that reads rank 0's values."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
+    set_model_state_dict(module, state, options=options)
+
+
+def load_full_optimizers(
+    module: nn.Module, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]], strict: bool
+) -> None:
+    """Distribute full optimizer states over the ranks; a collective call that reads rank 0's values.
+
+    Raises:
+        TideConfigError: if the numbers of optimizers and of states differ.
+    """
+    if len(states) != len(optimizers):
+        raise TideConfigError(
+            f"the checkpoint holds the state of {len(states)} optimizer(s), but {len(optimizers)} are configured; "
+            f"resume with the optimizers that the checkpoint was made with"
+        )
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
+    for optimizer, state in zip(optimizers, states, strict=True):
+        if not state["state"]:
+            # Plain SGD has no state per parameter, which torch's loader does not expect.
+            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                group.update({k: v for k, v in saved.items() if k != "params"})
+            continue
+        if isinstance(next(iter(state["state"])), int):
+            state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, module)
+        set_optimizer_state_dict(module, optimizer, optim_state_dict=state, options=options)
+
+
+@contextlib.contextmanager
+def _omegaconf_allowed() -> Iterator[None]:
+    """Let OmegaConf containers through torch's safe reader: plain data nodes whose loading runs no outside code."""
+    try:
+        from omegaconf import nodes
+        from omegaconf.base import ContainerMetadata, Metadata
+        from omegaconf.dictconfig import DictConfig
+        from omegaconf.listconfig import ListConfig
+    except ImportError:  # then nothing here can have been saved with it
+        yield
+        return
+    values = [c for c in vars(nodes).values() if isinstance(c, type) and issubclass(c, nodes.ValueNode)]
+    plain = [collections.defaultdict, dict, list, tuple, set, int, float, str, bool, bytes, (typing.Any, "typing.Any")]
+    with torch.serialization.safe_globals([DictConfig, ListConfig, ContainerMetadata, Metadata, *values, *plain]):
+        yield

@@ -1,0 +1,11 @@
+"""The strategy for ``pytorch_lightning.Trainer``."""
+
+from __future__ import annotations
+
+from pytorch_lightning.strategies.model_parallel import ModelParallelStrategy
+
+from tide_strategies.integrations.lightning.trainer import TrainerStrategy
+
+
+class TideFSDPStrategy(TrainerStrategy, ModelParallelStrategy):
+    """FSDP2 with TIDE collectives for ``pytorch_lightning``; options: :class:`TrainerStrategy`."""

@@ -1,0 +1,11 @@
+"""The strategy for ``lightning.pytorch.Trainer``."""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
+
+from tide_strategies.integrations.lightning.trainer import TrainerStrategy
+
+
+class TideFSDPStrategy(TrainerStrategy, ModelParallelStrategy):
+    """FSDP2 with TIDE collectives for ``lightning.pytorch``; options: :class:`TrainerStrategy`."""

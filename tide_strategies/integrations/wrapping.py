@@ -1,0 +1,138 @@
+"""Choose the modules that become FSDP2 units (one parameter group each).
+
+A unit's parameters are gathered when its ``forward`` begins and freed when it ends, so a unit must be a module
+that is always used through ``forward``. The automatic choice therefore takes repeated blocks only and leaves
+everything else to the root's group, which is correct for any model: parameters of the root stay whole for the
+entire step.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from torch import nn
+
+from tide_strategies.errors import TideConfigError
+
+WrapPolicy = Callable[[nn.Module], bool] | Collection[type[nn.Module] | str]
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+def plan_units(root: nn.Module, policy: WrapPolicy | None = None, min_num_params: int = 0) -> list[nn.Module]:
+    """The modules below ``root`` to hand to ``fully_shard``, innermost first; the root itself is not among them.
+
+    Args:
+        root: the model; nothing in it may be sharded yet.
+        policy: ``None`` takes the blocks the model names itself (``_no_split_modules``, as Hugging Face models
+            do), else the elements of lists of repeated blocks. A collection of classes (or class names) takes
+            their instances; a function ``module -> bool`` decides for each module that has a ``forward``.
+        min_num_params: units with fewer parameters of their own join the group around them.
+
+    Parameters shared between modules always end up in one group: a candidate that shares a parameter with a
+    module outside it is left to the closest module that holds all of the sharers.
+
+    Raises:
+        TideConfigError: if ``policy`` has another type, or names a class the model does not contain.
+    """
+    candidates = _automatic(root) if policy is None else _by_policy(root, policy)
+    owners = _owners(root)
+    depth = {id(m): name.count(".") for name, m in root.named_modules()}
+    units, taken = [], set()
+    for module in sorted(candidates, key=lambda m: -depth[id(m)]):
+        inside = {id(m) for m in module.modules()}
+        own = [p for p in module.parameters() if id(p) not in taken]
+        shares_outside = any(not owners[id(p)] <= inside for p in own)
+        if not own or shares_outside or sum(p.numel() for p in own) < min_num_params:
+            continue
+        units.append(module)
+        taken.update(id(p) for p in own)
+    return units
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether calling the module runs code of its own: containers such as ``ModuleList`` have no ``forward``."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def _by_policy(root: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
+    modules = [m for m in root.modules() if m is not root]
+    if isinstance(policy, Collection) and not isinstance(policy, str):
+        wanted = _classes(root, policy)
+        return [m for m in modules if type(m) in wanted]
+    if not callable(policy) or isinstance(policy, type) or hasattr(policy, "_run_policy"):
+        raise TideConfigError(
+            f"auto_wrap_policy must be None, a collection of module classes or class names, or a function "
+            f"module -> bool; got {policy!r}. Write a single class as {{Block}}."
+        )
+    return [m for m in modules if has_forward(m) and policy(m)]
+
+
+def _classes(root: nn.Module, policy: Collection[Any]) -> set[type[nn.Module]]:
+    """Resolve classes and class names to the classes present in the model."""
+    present = {type(m) for m in root.modules() if m is not root}
+    chosen: set[type[nn.Module]] = set()
+    for entry in policy:
+        if isinstance(entry, str):
+            found = {c for c in present if c.__name__ == entry}
+        elif isinstance(entry, type) and issubclass(entry, nn.Module):
+            found = {c for c in present if issubclass(c, entry)}
+        else:
+            raise TideConfigError(f"auto_wrap_policy lists module classes or class names; got {entry!r}")
+        if not found:
+            name = entry if isinstance(entry, str) else entry.__name__
+            names = sorted(c.__name__ for c in present)
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TideConfigError(
+                f"auto_wrap_policy names {name!r}, but the model has no such module{hint} It has: {', '.join(names)}."
+            )
+        bare = sorted(c.__name__ for c in found if c.forward is nn.Module.forward)
+        if bare:
+            raise TideConfigError(
+                f"auto_wrap_policy names {', '.join(bare)}, a container without a forward(): FSDP2 could never "
+                f"gather its parameters. Name the class of its elements instead."
+            )
+        chosen |= found
+    return chosen
+
+
+def _automatic(root: nn.Module) -> list[nn.Module]:
+    names = {name for m in root.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
+    named = [m for m in root.modules() if m is not root and type(m).__name__ in names]
+    if named:
+        return named
+    blocks = list(_repeated(root, leaves=False))
+    return blocks or list(_repeated(root, leaves=True))
+
+
+def _repeated(module: nn.Module, *, leaves: bool, in_block: bool = False) -> Iterator[nn.Module]:
+    """Elements of lists of two or more modules of one class, outermost lists first.
+
+    Inside a block only ``Sequential`` is looked into, since all of it runs in every step. A ``ModuleList`` there
+    may be a mixture of experts, where ranks run different elements: separate groups would wait for each other
+    forever.
+    """
+    for child in module.children():
+        elements: set[int] = set()
+        if isinstance(child, _LISTS) and not (in_block and isinstance(child, nn.ModuleList)):
+            blocks = [m for m in dict.fromkeys(child.children()) if next(m.parameters(), None) is not None]
+            alike = len(blocks) > 1 and len({type(m) for m in blocks}) == 1 and has_forward(blocks[0])
+            if alike and (leaves or next(blocks[0].children(), None) is not None):
+                yield from blocks
+                elements = {id(m) for m in blocks}
+        if leaves and (elements or in_block):
+            continue
+        for grandchild in child.children() if elements else [child]:
+            yield from _repeated(grandchild, leaves=leaves, in_block=in_block or bool(elements))
+
+
+def _owners(root: nn.Module) -> dict[int, set[int]]:
+    """Parameter id -> ids of the modules that hold it directly (more than one if it is shared)."""
+    owners: dict[int, set[int]] = {}
+    for module in root.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+    return owners
