@@ -1,0 +1,79 @@
+"""What all ranks must agree on, and the words for it when they do not.
+
+Each rank states its options (when TIDE is applied) and its parameter groups with their verdicts (when it is
+installed), as JSON over the model's own process groups. Differences in options or geometry are errors on every rank;
+a verdict that differs becomes a fallback on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from tide_strategies.detect import OK, Verdict, fallback
+from tide_strategies.errors import TideMismatchError
+from tide_strategies.runtime.exchange import exchange_json, process_group_exchange
+
+
+def agree_on_options(groups: Iterable[dist.ProcessGroup], options: Mapping[str, Any], timeout_s: float) -> None:
+    """Check that every rank has the same options.
+
+    Raises:
+        TideMismatchError: on every rank, naming two ranks, the option and both values.
+    """
+    for group in groups:
+        exchange = process_group_exchange(group, timeout_s, "the agreement on TIDE's options")
+        _same(group, exchange_json(exchange, dict(options)), "option")
+
+
+def agree_on_groups(
+    groups: Iterable[dist.ProcessGroup], described: Sequence[dict[str, Any]], codes: Sequence[str], timeout_s: float
+) -> list[Verdict | None]:
+    """Check that every rank has the same parameter groups; returns a verdict where another rank falls back.
+
+    Args:
+        groups: process groups that together connect all ranks of the model.
+        described: name and geometry of each parameter group here.
+        codes: verdict code of each parameter group here.
+        timeout_s: bound of every exchange.
+
+    Raises:
+        TideMismatchError: on every rank, naming two ranks and what differs.
+    """
+    current = list(codes)
+    out: list[Verdict | None] = [None] * len(codes)
+    for group in groups:
+        exchange = process_group_exchange(group, timeout_s, "the agreement on the model's parameter groups")
+        stated = exchange_json(exchange, {"groups": list(described), "codes": current})
+        _same(group, [{f"group {i}": g for i, g in enumerate(s["groups"])} for s in stated], "parameter")
+        ranks = dist.get_process_group_ranks(group)
+        for i in range(len(current)):
+            other = next(((r, s["codes"][i]) for r, s in zip(ranks, stated, strict=True) if s["codes"][i] != OK), None)
+            if other is not None and current[i] == OK:
+                out[i] = fallback("TIDE-F025", f"rank {other[0]} has {other[1]}")
+                current[i] = out[i].code  # passed on along the next mesh dimension
+    return out
+
+
+def _same(group: dist.ProcessGroup, stated: Sequence[Mapping[str, Any]], what: str) -> None:
+    ranks = dist.get_process_group_ranks(group)
+    for i, theirs in enumerate(stated):
+        difference = _first_difference(stated[0], theirs)
+        if difference is not None:
+            name, first, other = difference
+            raise TideMismatchError(
+                f"TIDE: ranks disagree on {what} {name!r}: rank {ranks[0]} has {first!r}, rank {ranks[i]} has {other!r}. "
+                f"Give every rank the same model and the same options."
+            )
+
+
+def _first_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any] | None:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in [*a, *(k for k in b if k not in a)]:
+            found = _first_difference(a.get(key), b.get(key), f"{path}.{key}" if path else str(key))
+            if found is not None:
+                return found
+        return None
+    return (path, a, b) if a != b else None

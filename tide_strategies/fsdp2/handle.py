@@ -1,0 +1,123 @@
+"""``apply_tide``: the door for plain PyTorch, through which the integrations go as well."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
+
+from tide_strategies.config import TideConfig
+from tide_strategies.detect import Verdict
+from tide_strategies.errors import TideConfigError, TideFallbackError
+from tide_strategies.fsdp2 import access
+from tide_strategies.fsdp2.agreement import agree_on_options
+from tide_strategies.fsdp2.guards import check_torch
+from tide_strategies.report import TideReport
+
+_log = logging.getLogger("tide_strategies")
+
+
+def apply_tide(model: nn.Module, config: TideConfig | Mapping[str, Any] | None = None) -> TideHandle:
+    """Make the FSDP2 modules of ``model`` communicate through TIDE.
+
+    Call it on every rank after ``fully_shard`` (and after anything that replaces parameters, such as materialising a
+    meta-device model), before the first forward. Parameters, optimizers, checkpoints and numerics stay as FSDP2 has
+    them. Installation happens at the first forward of the root; groups that are not eligible keep stock collectives,
+    and :meth:`TideHandle.report` says why.
+
+    Args:
+        model: a module that ``fully_shard`` was applied to, or one that contains such modules.
+        config: options (``TideConfig``), or a mapping of them.
+
+    Returns:
+        A handle with ``report()`` and ``close()``.
+
+    Raises:
+        TideConfigError: an option is wrong, or the model has no FSDP2 module.
+        TideMismatchError: ranks were given different options.
+        TideFallbackError: ``strict`` and TIDE cannot be used at all here.
+    """
+    options = TideConfig.from_any(config)
+    roots = access.outermost_fsdp_modules(model)
+    if not roots:
+        raise TideConfigError(
+            f"apply_tide needs a model that fully_shard was applied to; {type(model).__name__} has no FSDPModule. "
+            f"Call torch.distributed.fsdp.fully_shard on its blocks and on the model first."
+        )
+    guard = check_torch()
+    if dist.is_initialized():
+        stated = {**options.to_dict(), "torch": torch.__version__, "torch verdict": guard.code}
+        agree_on_options(access.mesh_groups(access.meshes(model)), stated, options.timeout_s)
+    handle = TideHandle(options)
+    if not options.enabled:
+        handle._status = "off (enabled: false); stock FSDP2"
+    elif not guard.supported:
+        verdict = Verdict(guard.code, guard.reason, guard.remedy)
+        if options.strict:
+            raise TideFallbackError(f"TIDE (strict): {verdict}")
+        handle._status = f"stock FSDP2: {verdict}"
+        if dist.is_initialized() and dist.get_rank() == 0:
+            _log.warning("TIDE: %s", verdict)
+    else:
+        for root in roots:
+            handle._install_at_first_forward(root)
+    return handle
+
+
+class TideHandle:
+    """TIDE on one model: what it did, and how to undo it."""
+
+    def __init__(self, config: TideConfig) -> None:
+        self.config = config
+        self._status = "waits for the first forward"
+        self._hooks: dict[FSDPModule, RemovableHandle] = {}
+        self._installations: list[Any] = []
+
+    @property
+    def installed(self) -> bool:
+        """Whether a first forward has installed TIDE."""
+        return bool(self._installations)
+
+    def report(self) -> TideReport:
+        """What runs on which path and why, with calls, times and bytes so far (this rank's view)."""
+        groups = [g.report() for i in self._installations for g in i.groups]
+        if not groups:
+            return TideReport(installed=False, status=self._status)
+        arena: dict[str, int] = {}
+        for installation in self._installations:
+            for part, nbytes in installation.arena_bytes().items():
+                arena[part] = arena.get(part, 0) + nbytes
+        fast = sum(g.path == "tide" for g in groups)
+        status = f"{fast} of {len(groups)} groups accelerated"
+        return TideReport(installed=True, status=status, arena_bytes=arena, groups=tuple(groups))
+
+    def close(self) -> None:
+        """Put stock FSDP2 back and release shared memory. Not between a forward and its backward. Idempotent."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        for installation in self._installations:
+            installation.close()
+        if self._installations:
+            self._status = "closed; stock FSDP2"
+        self._installations.clear()
+
+    def _install_at_first_forward(self, root: FSDPModule) -> None:
+        @torch.compiler.disable
+        def install(module: nn.Module, args: Any) -> None:
+            hook = self._hooks.pop(root, None)
+            if hook is None:
+                return
+            hook.remove()
+            from tide_strategies.fsdp2.install import Installation  # private torch names: only behind the guards
+
+            self._installations.append(Installation(root, self.config))
+
+        # prepend: before FSDP2's own hook, which gathers the root's parameters
+        self._hooks[root] = root.register_forward_pre_hook(install, prepend=True)  # type: ignore[attr-defined]

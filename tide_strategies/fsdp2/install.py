@@ -1,0 +1,227 @@
+"""Installation: from an FSDP2 root to groups that use TIDE, agreed on by all ranks.
+
+It runs once, at the root's first forward, when parameters, dtypes and the order of everything are final.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from tide_strategies.collectives.reduce_scatter import BANKS, PIECE_ALIGNMENT
+from tide_strategies.config import TideConfig
+from tide_strategies.detect import OK, Verdict, fallback
+from tide_strategies.errors import TideArenaError, TideError, TideFallbackError
+from tide_strategies.fsdp2 import access
+from tide_strategies.fsdp2.agreement import agree_on_groups
+from tide_strategies.fsdp2.eligibility import group_verdict, shard_item
+from tide_strategies.fsdp2.param_group import GroupBinding, adopt, forget_unsharded, measure, restore
+from tide_strategies.layout import GroupLayout, ParamShape, align
+from tide_strategies.report import CollectiveStats, GroupReport
+from tide_strategies.runtime.engine import Engine
+from tide_strategies.runtime.exchange import process_group_exchange
+from tide_strategies.runtime.group import GroupCollectives
+from tide_strategies.runtime.slots import Slot, SlotRing
+from tide_strategies.topology import Topology
+
+_log = logging.getLogger("tide_strategies")
+
+#: Bytes of one contribution staged at a time: large enough that a wait per chunk costs nothing beside the copying,
+#: small enough that what a rank pushes is still in the shared cache when its owner reads it.
+AUTO_CHUNK_BYTES = 512 * 1024
+
+
+@dataclass
+class InstalledGroup:
+    """One parameter group after installation."""
+
+    group: Any
+    name: str
+    verdict: Verdict
+    layout: GroupLayout
+    binding: GroupBinding | None = None
+
+    def report(self) -> GroupReport:
+        """The group's entry in the report."""
+        tide = self.binding is not None and self.binding.collectives is not None
+        storage = "torch"
+        if tide:
+            assert self.binding is not None
+            assert self.binding.collectives is not None
+            storage = "pinned" if self.binding.collectives.pinned else "ring"
+        return GroupReport(
+            name=self.name,
+            path="tide" if tide else "stock",
+            code=self.verdict.code,
+            reason=self.verdict.reason,
+            remedy=self.verdict.remedy,
+            parameters=len(self.layout.params),
+            unsharded_bytes=self.layout.landing_bytes,
+            storage=storage,  # type: ignore[arg-type]
+            all_gather=CollectiveStats(**vars(self.binding.all_gathers)) if self.binding else CollectiveStats(),
+            reduce_scatter=CollectiveStats(**vars(self.binding.reduce_scatters)) if self.binding else CollectiveStats(),
+        )
+
+
+class Installation:
+    """TIDE on one FSDP2 root.
+
+    Args:
+        root: the outermost module that ``fully_shard`` was applied to.
+        config: the options.
+
+    Raises:
+        TideMismatchError: ranks have different parameter groups.
+        TideFallbackError: ``strict`` and some group is not eligible.
+        TideError: parameters are on the meta device.
+    """
+
+    def __init__(self, root: FSDPModule, config: TideConfig) -> None:
+        self.config = config
+        self.engines: list[Engine] = []
+        _check_materialised(root)
+        access.lazy_init(root)
+        groups = access.param_groups(root)
+        self.groups = [InstalledGroup(g, access.group_name(g), group_verdict(g, config), _layout(g)) for g in groups]
+        self._agree()
+        try:
+            for ranks in self._process_groups():
+                self._connect(*ranks)
+            self._decide()
+        except BaseException:
+            self.close()
+            raise
+        for installed in self.groups:
+            if installed.binding is None and installed.verdict.code not in ("TIDE-F015", "TIDE-F011"):
+                installed.binding = GroupBinding()
+                measure(installed.group, installed.binding)
+
+    def close(self) -> None:
+        """Put stock FSDP2 back and release the arenas."""
+        for installed in self.groups:
+            if installed.binding is not None:
+                restore(installed.group)
+                installed.binding = None
+        for engine in self.engines:
+            engine.close()
+        self.engines.clear()
+
+    def arena_bytes(self) -> dict[str, int]:
+        """Shared memory by part, over all arenas of this rank."""
+        out: dict[str, int] = {}
+        for engine in self.engines:
+            for part, nbytes in engine.arena.bytes_by_part().items():
+                out[part] = out.get(part, 0) + nbytes
+        return out
+
+    def _agree(self) -> None:
+        described = [{"name": g.name, "parameters": _described(g.group)} for g in self.groups]
+        codes = [g.verdict.code for g in self.groups]
+        ranks = access.mesh_groups(g.group.mesh_info.mesh for g in self.groups)
+        others = agree_on_groups(ranks, described, codes, self.config.timeout_s)
+        for installed, verdict in zip(self.groups, others, strict=True):
+            installed.verdict = verdict or installed.verdict
+
+    def _process_groups(self) -> list[tuple[dist.ProcessGroup, list[InstalledGroup]]]:
+        """Eligible groups by the process group they are sharded over, in an order that all ranks share."""
+        out: dict[int, tuple[dist.ProcessGroup, list[InstalledGroup]]] = {}
+        for installed in self.groups:
+            if installed.verdict.ok:
+                ranks = installed.group.mesh_info.shard_process_group
+                out.setdefault(id(ranks), (ranks, []))[1].append(installed)
+        return list(out.values())
+
+    def _connect(self, ranks: dist.ProcessGroup, members: list[InstalledGroup]) -> None:
+        """Set up shared memory among ``ranks`` and move ``members`` into it, or note why that cannot be."""
+        size, config = ranks.size(), self.config
+        slots = len(members) + config.all_gather.slots
+        exchange = process_group_exchange(ranks, config.timeout_s, "setting up shared memory")
+        chunk_bytes = config.reduce_scatter.chunk_bytes
+        chunk_bytes = AUTO_CHUNK_BYTES if chunk_bytes == "auto" else align(chunk_bytes, PIECE_ALIGNMENT)
+        engine = None
+        try:
+            engine = Engine(exchange, ranks.rank(), Topology(1, size), slots=slots, timeout_s=config.timeout_s)
+            code = "TIDE-F021"  # the ranks do share memory; what can fail now is its size
+            homes = _homes(engine, members, config)
+            engine.ensure_staging(BANKS * (size - 1) * chunk_bytes)
+        except TideArenaError as e:  # raised on every rank alike
+            code = "TIDE-F020" if engine is None else "TIDE-F021"
+            if engine is not None:
+                engine.close()
+            for installed in members:
+                installed.verdict = fallback(code, e)
+            return
+        self.engines.append(engine)
+        for installed, home in zip(members, homes, strict=True):
+            group = installed.group
+            if group.is_unsharded:
+                group._to_sharded()
+            for param in group.fsdp_params:
+                forget_unsharded(param)
+            items = [shard_item(p) for p in group.fsdp_params]
+            collectives = GroupCollectives(engine, installed.name, installed.layout, items, home, chunk_bytes)
+            installed.binding = GroupBinding(collectives)
+            adopt(group, installed.binding)
+
+    def _decide(self) -> None:
+        """Warn once about fallbacks, or raise under ``strict``. What the user asked for is no fallback."""
+        stock = [g for g in self.groups if g.verdict.code not in (OK, "TIDE-F022")]
+        if not stock:
+            return
+        words = "; ".join(f"{g.name}: {g.verdict}" for g in stock[:8])
+        more = f" (and {len(stock) - 8} groups more)" if len(stock) > 8 else ""
+        if self.config.strict:
+            raise TideFallbackError(f"TIDE (strict): {len(stock)} of {len(self.groups)} groups fall back. {words}{more}")
+        if dist.get_rank() == 0:
+            _log.warning("TIDE: %d of %d groups use stock collectives. %s%s", len(stock), len(self.groups), words, more)
+
+
+def _check_materialised(root: FSDPModule) -> None:
+    meta = [n for n, p in root.named_parameters() if p.is_meta]  # type: ignore[attr-defined]
+    if meta:
+        raise TideError(
+            f"TIDE: {len(meta)} parameters are on the meta device ({', '.join(meta[:3])}...). Materialise the model "
+            f"(to_empty and initialise, or load a checkpoint) before its first forward."
+        )
+
+
+def _layout(group: Any) -> GroupLayout:
+    shapes = (ParamShape.of(p._orig_size, access.unsharded_dtype(p).itemsize) for p in group.fsdp_params)
+    sharded = hasattr(group.mesh_info, "shard_process_group")
+    return GroupLayout(tuple(shapes), group.mesh_info.shard_process_group.size() if sharded else 1)
+
+
+def _described(group: Any) -> dict[str, Any]:
+    """Name, size and dtypes of each parameter, for comparison between ranks."""
+    return {
+        str(p._param_fqn): [
+            list(p._orig_size),
+            str(p.orig_dtype),
+            str(access.unsharded_dtype(p)),
+            p.sharded_param.requires_grad,
+        ]
+        for p in group.fsdp_params
+    }
+
+
+def _homes(engine: Engine, members: list[InstalledGroup], config: TideConfig) -> list[SlotRing | Slot]:
+    """Ring for groups that reshard after forward, a slot of its own for each of the others."""
+    rotating = [m for m in members if m.group._reshard_after_forward]
+    ring = None
+    if rotating:
+        nbytes = max(m.layout.landing_bytes for m in rotating)
+        ring = SlotRing(
+            lambda: engine.add_slot(nbytes, "ring"),
+            min(config.all_gather.slots, len(rotating)),
+            config.debug.poison_slots,
+        )
+    return [
+        ring
+        if ring is not None and m.group._reshard_after_forward
+        else Slot(*engine.add_slot(m.layout.landing_bytes, "pinned"))
+        for m in members
+    ]

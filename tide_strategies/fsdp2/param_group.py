@@ -1,0 +1,226 @@
+"""Subclasses that FSDP2's own objects are turned into: the TIDE group and parameter, and the measured stock group.
+
+An installation swaps ``__class__`` of single instances, so models without TIDE in the same process are untouched, and
+removing TIDE is swapping back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from tide_strategies.errors import TideError
+from tide_strategies.fsdp2.access import unsharded_dtype
+from tide_strategies.fsdp2.reduce import dispatch, rebind
+from tide_strategies.layout import GroupLayout
+from tide_strategies.runtime.group import GroupCollectives, Tally
+
+_TrainingState = module.TrainingState
+
+
+def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+# Decorators that torch itself puts on the methods replaced here; absent from the older versions.
+_eager_only = getattr(common, "_dynamo_disable", _unchanged)
+_without_functorch = getattr(module, "_disable_functorch_if_active", _unchanged)
+
+_post_backward = _eager_only(rebind(FSDPParamGroup.post_backward, foreach_reduce=dispatch))
+
+
+class GroupBinding:
+    """What TIDE knows of one parameter group: its collectives (None under stock) and the tallies of its calls."""
+
+    def __init__(self, group_collectives: GroupCollectives | None = None) -> None:
+        self.collectives = group_collectives
+        self.all_gathers = group_collectives.all_gathers if group_collectives else Tally()
+        self.reduce_scatters = group_collectives.reduce_scatters if group_collectives else Tally()
+
+
+class TideParam(FSDPParam):
+    """An FSDPParam whose unsharded data is a landing: never allocated, never freed, only vacated by its group."""
+
+    def init_all_gather_outputs(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the landing is adopted at installation."""
+
+    def alloc_all_gather_outputs(self) -> None:
+        """Nothing: the landing is always allocated."""
+
+    def free_unsharded_param(self) -> None:
+        """Nothing: the group vacates the landing as a whole."""
+
+    def free_all_gather_outputs(self) -> None:
+        """Nothing, likewise (torch 2.15)."""
+
+
+class TideParamGroup(FSDPParamGroup):
+    """An FSDPParamGroup whose all-gather lands in place and whose reduce-scatter reads gradients in place."""
+
+    _tide: GroupBinding
+
+    @_without_functorch
+    def unshard(self, async_op: bool = False) -> None:
+        """Issue the all-gather unless it is pending, done, or unwanted (torch's own three conditions)."""
+        if self._all_gather_result is not None or self.is_unsharded:
+            return
+        if not self.unshard_in_backward and self._training_state == _TrainingState.PRE_BACKWARD:
+            return
+        shards = []
+        for param in self.fsdp_params:
+            shard = param._sharded_param_data
+            if shard.dtype is not param._tide_shard_dtype:
+                raise TideError(
+                    f"parameter {param._param_fqn!r} has become {shard.dtype} after TIDE was installed for "
+                    f"{param._tide_shard_dtype}; close the handle before changing dtypes and apply TIDE again"
+                )
+            shards.append(shard.data_ptr())
+        with torch.profiler.record_function(f"TIDE::all_gather ({self._module_fqn})"):
+            self._collectives.issue(shards)
+        self._all_gather_result = collectives.AllGatherResult(self._all_gather_output, None, None, [], [], [])
+
+    @_without_functorch
+    def wait_for_unshard(self) -> None:
+        """Finish the pending all-gather, if any, and put the unsharded parameters on the modules."""
+        if self._all_gather_result is None:
+            return
+        if self._training_state == _TrainingState.FORWARD:
+            self._release_stock_neighbour()
+        with torch.profiler.record_function(f"TIDE::all_gather_wait ({self._module_fqn})"):
+            self._collectives.complete()
+        for param in self.fsdp_params:
+            param.init_unsharded_param()
+        self._to_unsharded()
+        self._all_gather_result = None
+
+    post_backward = _post_backward
+
+    def finalize_backward(self) -> None:
+        """As torch, after giving back a landing that was gathered into but never waited for (a wrong prefetch)."""
+        self._drop_pending()
+        super().finalize_backward()
+
+    def _reset_iter_state(self) -> None:
+        self._drop_pending()
+        super()._reset_iter_state()
+
+    def _to_sharded(self) -> None:
+        was_unsharded = self.is_unsharded
+        super()._to_sharded()
+        if was_unsharded:
+            self._collectives.vacate()
+
+    @property
+    def _collectives(self) -> GroupCollectives:
+        assert self._tide.collectives is not None
+        return self._tide.collectives
+
+    def _drop_pending(self) -> None:
+        if self._all_gather_result is not None:
+            self._collectives.complete()
+            self._collectives.vacate()
+            self._all_gather_result = None
+
+    def _release_stock_neighbour(self) -> None:
+        """Free the flat buffer that the previous group keeps if it is a stock one."""
+        state = self.comm_ctx.all_gather_state
+        if state is None:
+            return
+        release = getattr(self.comm_ctx, "release_all_gather_state_for_comm_reuse", None)
+        if release is not None:  # torch 2.15
+            release()
+        else:
+            self._wait_all_gather_streams_on_event(state.event)
+            self.comm_ctx.all_gather_state = None
+
+
+class MeasuredParamGroup(FSDPParamGroup):
+    """A group with stock collectives whose time is counted."""
+
+    _tide: GroupBinding
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Torch's own, timed."""
+        pending = self._all_gather_result
+        start = time.perf_counter()
+        super().unshard(async_op)
+        if self._all_gather_result is not pending:
+            self._tide.all_gathers.calls += 1
+            self._tide.all_gathers.seconds += time.perf_counter() - start
+
+    def wait_for_unshard(self) -> None:
+        """Torch's own, timed."""
+        if self._all_gather_result is None:
+            return
+        start = time.perf_counter()
+        super().wait_for_unshard()
+        self._tide.all_gathers.seconds += time.perf_counter() - start
+
+    post_backward = _post_backward
+
+
+def adopt(group: Any, binding: GroupBinding) -> None:
+    """Turn a sharded FSDPParamGroup into a TIDE group whose parameters live in the binding's landing."""
+    assert binding.collectives is not None
+    layout: GroupLayout = binding.collectives.layout
+    window = binding.collectives.landing.window
+    for index, param in enumerate(group.fsdp_params):
+        dtype = unsharded_dtype(param)
+        items = layout.ranks * layout.shard_items(index)
+        param.__class__ = TideParam
+        param._tide_shard_dtype = param._sharded_param_data.dtype
+        # Its own storage at offset 0: torch views it with an absolute offset, and version counters stay apart.
+        # Never an inference tensor, whatever mode the first forward runs in.
+        with torch.inference_mode(False):
+            if items:
+                landing = torch.from_dlpack(window.tensor(layout.landing_base(index), items, _name(dtype)))
+            else:
+                landing = torch.empty(0, dtype=dtype)
+        param.all_gather_outputs = [landing]
+    _mark(group, binding, TideParamGroup)
+
+
+def measure(group: Any, binding: GroupBinding) -> None:
+    """Turn an FSDPParamGroup into one whose stock collectives are timed."""
+    _mark(group, binding, MeasuredParamGroup)
+
+
+def restore(group: Any) -> None:
+    """Give a group its stock class back. Its parameters must not be in use by a backward to come."""
+    if type(group) is TideParamGroup:
+        group._drop_pending()
+        group._to_sharded()
+    for param in group.fsdp_params:
+        if type(param) is TideParam:
+            param.__class__ = FSDPParam
+            forget_unsharded(param)
+            del param._tide_shard_dtype
+        del param._tide_group, param._tide_index
+    group.__class__ = FSDPParamGroup
+    del group._tide
+
+
+def forget_unsharded(param: Any) -> None:
+    """Make FSDP2 build the unsharded parameter anew at the next all-gather."""
+    param.all_gather_outputs = []
+    if hasattr(param, "_unsharded_param"):
+        del param._unsharded_param
+
+
+def _mark(group: Any, binding: GroupBinding, cls: type) -> None:
+    for index, param in enumerate(group.fsdp_params):
+        param._tide_group, param._tide_index = binding, index
+    group._tide = binding
+    group.__class__ = cls
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,142 @@
+"""The reduce-scatter's place in FSDP2: torch's own ``post_backward`` and ``foreach_reduce``, minus the packing.
+
+Torch's functions are not copied but re-bound: the same code object with one global name replaced. In ``post_backward``
+that name is ``foreach_reduce``, which becomes :func:`dispatch`. In ``foreach_reduce`` it is
+``foreach_reduce_scatter_copy_in`` (the packing of gradients into one fp32 buffer), which becomes a no-op, while the
+collective object that torch passes along becomes ours and reads the gradients where they are. So everything else of
+torch's (HSDP's all-reduce, hooks, divide factors, accumulation into ``.grad``) is torch's own code in every version.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+from tide_strategies.detect import Verdict, fallback
+from tide_strategies.fsdp2.eligibility import REDUCIBLE
+from tide_strategies.runtime.group import GroupCollectives
+
+
+def rebind(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """The same function with other values for some of the global names that it uses.
+
+    Raises:
+        AttributeError: if the function does not use one of the names.
+    """
+    raw = inspect.unwrap(function)
+    for name in names:
+        if name not in raw.__code__.co_names:
+            raise AttributeError(f"{raw.__qualname__} does not use the name {name!r}")
+    out = types.FunctionType(
+        raw.__code__, {**raw.__globals__, **names}, raw.__name__, raw.__defaults__, raw.__closure__
+    )
+    out.__kwdefaults__ = raw.__kwdefaults__
+    return out
+
+
+_torch_foreach_reduce = collectives.foreach_reduce
+_signature = inspect.signature(_torch_foreach_reduce)
+_foreach_reduce_unpacked = torch.no_grad()(
+    rebind(_torch_foreach_reduce, foreach_reduce_scatter_copy_in=lambda *_: None)
+)
+
+
+def dispatch(*args: Any, **kwargs: Any) -> Any:
+    """What a TIDE (or measured) group calls in the place of torch's ``foreach_reduce``; same arguments and result."""
+    arguments = _signature.bind(*args, **kwargs).arguments
+    params, gradients = arguments["fsdp_params"], arguments["unsharded_grads"]
+    group = params[0]._tide_group
+    if group.collectives is None:
+        return _stock(group.reduce_scatters, args, kwargs)
+    verdict = _call_verdict(gradients, arguments["reduce_dtype"])
+    if verdict is not None:
+        group.reduce_scatters.stock_calls += 1
+        group.reduce_scatters.stock_reason = f"{verdict.code} {verdict.reason}"
+        return _stock(group.reduce_scatters, args, kwargs)
+    arguments["reduce_scatter_comm"] = DirectReduceScatter(
+        group.collectives,
+        tuple(p._tide_index for p in params),
+        [g.contiguous() for g in gradients],
+        arguments["gradient_divide_factor"],
+    )
+    return _foreach_reduce_unpacked(**arguments)
+
+
+def _stock(tally: Any, args: Any, kwargs: Any) -> Any:
+    start = time.perf_counter()
+    result = _torch_foreach_reduce(*args, **kwargs)
+    tally.calls += 1
+    tally.seconds += time.perf_counter() - start
+    return result
+
+
+def _call_verdict(gradients: list[torch.Tensor], reduce_dtype: torch.dtype | None) -> Verdict | None:
+    """Why this call must run as stock, or None. Alike on all ranks, since dtypes are."""
+    dtypes = {g.dtype for g in gradients}
+    if len(dtypes) > 1:
+        return fallback("TIDE-F030")
+    dtype = dtypes.pop()
+    if dtype not in REDUCIBLE:
+        return fallback("TIDE-F031", dtype)
+    if (reduce_dtype or dtype) not in REDUCIBLE:
+        return fallback("TIDE-F014", reduce_dtype)
+    return None
+
+
+class DirectReduceScatter:
+    """FSDP2's ``ReduceScatter`` protocol for one call: takes the gradients as they are, writes the packed shard.
+
+    Torch asks for two buffers: first the packed input, which nobody fills or reads here and which is therefore empty,
+    then the output. The gradients live until torch lets go of this object's input, as a packed input would.
+    """
+
+    def __init__(
+        self,
+        group: GroupCollectives,
+        params: tuple[int, ...],
+        gradients: list[torch.Tensor],
+        divide_factor: float | None,
+    ) -> None:
+        self._group, self._params, self._gradients = group, params, gradients
+        self._divide_factor = divide_factor
+        self._input: torch.Tensor | None = None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The packed input (empty), then the output of ``size`` items."""
+        if self._input is None:
+            self._input = torch.empty(0, dtype=dtype, device=device)
+            return self._input
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce over ``group``; ``op`` is SUM, AVG, or PREMUL_SUM with the inverse of FSDP2's divide factor."""
+        if op == dist.ReduceOp.AVG:
+            divisor = float(group.size())
+        elif op == dist.ReduceOp.SUM:
+            divisor = 1.0
+        else:
+            assert self._divide_factor is not None
+            divisor = float(self._divide_factor)
+        self._group.reduce_scatter(
+            self._params,
+            REDUCIBLE[self._gradients[0].dtype],
+            REDUCIBLE[output_tensor.dtype],
+            [g.data_ptr() for g in self._gradients],
+            output_tensor.data_ptr(),
+            divisor,
+        )
+        self._gradients.clear()

@@ -1,0 +1,1 @@
+"""Running schedules: arenas, executors, bootstrap and orderly teardown."""

@@ -1,0 +1,160 @@
+"""One arena with its counters and staging, and the collectives that run through it.
+
+There is one engine per installation and process group. It owns the shared memory of the group's ranks; parameter
+groups get their collectives from it (``runtime/group.py``).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+from tide_strategies import _native
+from tide_strategies.collectives.schedule import Counter, Schedule, Space
+from tide_strategies.runtime.arena import SharedArena
+from tide_strategies.runtime.encode import Encoded, encode
+from tide_strategies.runtime.failure import failure
+from tide_strategies.topology import Topology
+
+#: Codes that a rank leaves in the arena's abort record.
+ABORT_FAILURE, ABORT_CLOSED = 1, 2
+
+
+class Engine:
+    """Shared memory and call order of one process group on one host.
+
+    Args:
+        exchange: all-gathers a small payload among the ranks, in rank order.
+        rank: this rank in the group.
+        topology: one node with all ranks of the group.
+        slots: upper bound on landing slots (ring and pinned together), which sizes the counter table.
+        timeout_s: bound of every wait.
+
+    Raises:
+        TideArenaError: on every rank, if shared memory cannot be set up between them.
+    """
+
+    def __init__(
+        self,
+        exchange: Callable[[bytes], list[bytes]],
+        rank: int,
+        topology: Topology,
+        *,
+        slots: int,
+        timeout_s: float,
+    ) -> None:
+        self.rank, self.topology, self.timeout_s = rank, topology, timeout_s
+        fixed = 2 + topology.ranks
+        self._slot_counters = range(fixed, fixed + slots)
+        self._slots_used = 0
+        self.arena = SharedArena.create(exchange, rank, topology.ranks, fixed + slots, timeout_s)
+        self._staging: list[_native.Mapping] = []
+        self._calls: dict[int, str] = {}
+
+    def add_slot(self, nbytes: int, part: str) -> tuple[int, int]:
+        """Reserve a landing slot on every rank; returns its number and its offset in the arena."""
+        offset = self.arena.grow(nbytes, part=part)
+        index = self._slots_used
+        self._slots_used += 1
+        return index, offset
+
+    def ensure_staging(self, nbytes: int) -> None:
+        """Reserve ``nbytes`` of staging for every rank, mapped by all. Called once, before the first call."""
+        if nbytes == 0 or self._staging:
+            return
+        for _ in range(self.topology.ranks):
+            offset = self.arena.grow(nbytes, part="staging")
+            self._staging.append(_native.Mapping(self.arena.native, offset, nbytes))
+
+    def collective(self, schedule: Schedule, inputs: int, label: str) -> Collective:
+        """Make a schedule callable. ``label`` names it in messages, for example "all-gather of 'blocks.3'"."""
+        return Collective(self, encode(schedule, inputs), label)
+
+    def tag(self, label: str) -> int:
+        """A number for what a call does, alike on all ranks, by which peers notice that they disagree."""
+        tag = zlib.crc32(label.encode()) or 1
+        self._calls[tag] = label
+        return tag
+
+    def physical_counter(self, counter: Counter) -> int:
+        """Index of a counter in the arena; a slot's counter is chosen per call instead."""
+        if counter.name == "pushed":
+            return 2 + counter.index
+        return {"landed": 0, "consumed": 1, "vacated": -1}[counter.name]
+
+    def slot_counter(self, slot: int) -> int:
+        """Index of a slot's "vacated" counter in the arena."""
+        return self._slot_counters[slot]
+
+    def staging_address(self, rank: int) -> int:
+        """Address of a rank's staging in this process."""
+        return self._staging[rank].address
+
+    def raise_failure(self, outcome: _native.Outcome, encoded: Encoded, label: str) -> None:
+        """Tell every rank that this one stops, then raise."""
+        names = {self.physical_counter(c): str(c) for c in encoded.counters}
+        error = failure(
+            outcome,
+            rank=self.rank,
+            call=label,
+            counter=f"counter {names.get(outcome.counter, 'vacated')}",
+            peer_call=f"call {outcome.peer_seq}: {self._calls.get(outcome.peer_tag, 'an unknown collective')}",
+            timeout_s=self.timeout_s,
+            aborted=self.arena.native.aborted(),
+        )
+        self.arena.native.abort(ABORT_FAILURE, str(error).encode()[:400])
+        raise error
+
+    def close(self) -> None:
+        """Release the arena. Tensors that still show its memory keep their own part of it alive."""
+        self._staging.clear()
+        self.arena.close()
+
+
+class Collective:
+    """A schedule bound to an engine: one native call replays it."""
+
+    def __init__(self, engine: Engine, encoded: Encoded, label: str) -> None:
+        self._engine, self._encoded, self.label = engine, encoded, label
+        self._counters = [engine.physical_counter(c) for c in encoded.counters]
+        self._streams = encoded.streams
+
+    @property
+    def operations(self) -> int:
+        """Native operations of one call."""
+        return len(self._encoded.operations)
+
+    def addresses(self, landing: int = 0, output: int = 0) -> list[int]:
+        """Addresses of everything but the inputs, in the order the program wants them."""
+        fixed = {Space.LANDING: landing, Space.OUTPUT: output}
+        return [
+            self._engine.staging_address(at) if space is Space.STAGING else fixed[space]
+            for space, _, at in self._encoded.bases
+        ]
+
+    def begin(self, inputs: Sequence[int], others: Sequence[int], tag: int, slot: int) -> _native.Call:
+        """Take the next place in the order of calls, to run stream by stream with :meth:`run`."""
+        counters = [c if c >= 0 else self._engine.slot_counter(slot) for c in self._counters]
+        return self._encoded.program.begin(self._engine.arena.native, [*inputs, *others], counters, tag, 1.0)
+
+    def run(self, call: _native.Call, stream: str) -> float:
+        """Run one stream of a call; returns the seconds it waited for peers.
+
+        Raises:
+            TidePeerError: a peer died, stalled or reported an error.
+            TideMismatchError: a peer runs another collective.
+        """
+        outcome = call.run(self._streams[stream], self._engine.timeout_s)
+        if outcome.status != "ok":
+            self._engine.raise_failure(outcome, self._encoded, self.label)
+        return outcome.waited_s
+
+    def replay(self, inputs: Sequence[int], others: Sequence[int], tag: int, divisor: float) -> float:
+        """Run a whole call; returns the seconds it waited for peers. Raises like :meth:`run`."""
+        engine = self._engine
+        outcome = self._encoded.program.replay(
+            engine.arena.native, [*inputs, *others], self._counters, tag, divisor, engine.timeout_s
+        )
+        if outcome.status != "ok":
+            engine.raise_failure(outcome, self._encoded, self.label)
+        return outcome.waited_s

@@ -1,0 +1,50 @@
+"""Words for a collective that could not finish, and the exception that carries them."""
+
+from __future__ import annotations
+
+from tide_strategies import _native
+from tide_strategies.errors import TideMismatchError, TidePeerError, TideTimeoutError
+
+_WHERE = "All ranks stop rather than go on with incomplete data."
+
+
+def failure(
+    outcome: _native.Outcome,
+    *,
+    rank: int,
+    call: str,
+    counter: str,
+    peer_call: str,
+    timeout_s: float,
+    aborted: tuple[int, int, bytes] | None,
+) -> TidePeerError | TideMismatchError:
+    """The exception for an outcome that is not "ok".
+
+    Args:
+        outcome: what the executor returned.
+        rank: this rank.
+        call: this rank's call in words, for example "all-gather of 'blocks.3'".
+        counter: the counter awaited, in words.
+        peer_call: what the awaited peer was last seen in, in words.
+        timeout_s: the configured bound.
+        aborted: the arena's abort record, if a peer left one.
+    """
+    waiting = (
+        f"rank {rank} in {call} (operation {outcome.op}) awaits {counter} of rank {outcome.writer}: "
+        f"expected {outcome.expected}, seen {outcome.seen}"
+    )
+    if outcome.status == "aborted" and aborted is not None:
+        return TidePeerError(
+            f"TIDE: rank {aborted[0]} stopped first: {aborted[2].decode(errors='replace')} [here: {waiting}] {_WHERE}"
+        )
+    if outcome.status == "mismatch":
+        return TideMismatchError(
+            f"TIDE: ranks run different collectives: rank {rank} is in {call} while rank {outcome.writer} is in "
+            f"{peer_call}. Every rank must run the same modules in the same order. {_WHERE}"
+        )
+    if outcome.status == "peer_dead":
+        return TidePeerError(f"TIDE: rank {outcome.writer} is dead: {waiting}; it was last in {peer_call}. {_WHERE}")
+    return TideTimeoutError(
+        f"TIDE: no progress within timeout_s={timeout_s:g}: {waiting}; that rank was last in {peer_call}. If it only "
+        f"needs longer (a slow data loader, a checkpoint), raise timeout_s. {_WHERE}"
+    )

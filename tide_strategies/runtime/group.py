@@ -1,0 +1,151 @@
+"""The collectives of one parameter group: its landing, its all-gather, its reduce-scatters.
+
+No torch here: shards, gradients and outputs come as addresses. The order of use is issue, complete, vacate, and round
+again; ``fsdp2`` sees to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tide_strategies import _native
+from tide_strategies.collectives.all_gather import all_gather
+from tide_strategies.collectives.reduce_scatter import reduce_scatter
+from tide_strategies.collectives.schedule import Item
+from tide_strategies.layout import GroupLayout
+from tide_strategies.runtime.engine import Collective, Engine
+from tide_strategies.runtime.slots import Landing, Slot, SlotRing
+
+
+@dataclass
+class Tally:
+    """Running totals of one kind of collective (see ``report.CollectiveStats``)."""
+
+    calls: int = 0
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+    bytes: int = 0
+    stock_calls: int = 0
+    stock_reason: str = ""
+
+
+class GroupCollectives:
+    """Collectives of one parameter group on this rank.
+
+    Args:
+        engine: shared memory and call order.
+        name: the group's name, alike on all ranks.
+        layout: its geometry.
+        shard_items: element of each parameter's shard.
+        home: the ring that the landing rotates through, or its own pinned slot.
+        chunk_bytes: bytes of one contribution staged at a time.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        layout: GroupLayout,
+        shard_items: Sequence[Item],
+        home: SlotRing | Slot,
+        chunk_bytes: int,
+    ) -> None:
+        self.name, self.layout = name, layout
+        self.all_gathers, self.reduce_scatters = Tally(), Tally()
+        self.landing = Landing(engine.arena.native, layout.landing_bytes)
+        self._engine, self._home, self._chunk_bytes = engine, home, chunk_bytes
+        self._label = f"all-gather of {name!r}"
+        schedule = all_gather(layout, engine.topology, engine.rank, shard_items)
+        self._all_gather = engine.collective(schedule, len(layout.params), self._label)
+        self._landing_address = self._all_gather.addresses(landing=self.landing.window.address)
+        self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
+        self._reductions: dict[tuple[tuple[int, ...], Item, Item], _Reduction] = {}
+        self._call: _native.Call | None = None
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the landing has a slot of its own."""
+        return isinstance(self._home, Slot)
+
+    def issue(self, shards: Sequence[int]) -> None:
+        """Write this rank's shards, given by address, into the landing of every rank (all-gather, first half)."""
+        start = time.perf_counter()
+        if isinstance(self._home, Slot):
+            slot = self._home
+            self.landing.occupy(slot)
+        else:
+            slot = self._home.acquire(self.landing)
+        tag = self._engine.tag(f"{self._label} into slot {slot.index}")
+        self._call = self._all_gather.begin(shards, self._landing_address, tag, slot.index)
+        self.all_gathers.wait_seconds += self._all_gather.run(self._call, "copy")
+        self.all_gathers.calls += 1
+        self.all_gathers.bytes += self._bytes
+        self.all_gathers.seconds += time.perf_counter() - start
+
+    def complete(self) -> None:
+        """Wait until every rank's shards are in the landing (all-gather, second half)."""
+        assert self._call is not None
+        start = time.perf_counter()
+        self.all_gathers.wait_seconds += self._all_gather.run(self._call, "completion")
+        self.all_gathers.seconds += time.perf_counter() - start
+
+    def vacate(self) -> None:
+        """Give the landing up: from here on, other groups and other ranks may overwrite it."""
+        assert self._call is not None
+        self._all_gather.run(self._call, "readiness")
+        self._call = None
+        if isinstance(self._home, Slot):
+            self.landing.vacate(0, poison=False)
+        else:
+            self._home.release(self.landing)
+
+    def reduce_scatter(
+        self,
+        params: tuple[int, ...],
+        grad: Item,
+        output: Item,
+        gradients: Sequence[int],
+        output_address: int,
+        divisor: float,
+    ) -> None:
+        """Reduce the gradients of ``params`` into the packed shard at ``output_address``, divided by ``divisor``."""
+        start = time.perf_counter()
+        key = (params, grad, output)
+        reduction = self._reductions.get(key)
+        if reduction is None:
+            reduction = self._reductions[key] = self._build_reduction(*key)
+        addresses = reduction.collective.addresses(output=output_address)
+        tally = self.reduce_scatters
+        tally.wait_seconds += reduction.collective.replay(gradients, addresses, reduction.tag, divisor)
+        tally.calls += 1
+        tally.bytes += reduction.bytes
+        tally.seconds += time.perf_counter() - start
+
+    def output_items(self, params: tuple[int, ...]) -> int:
+        """Items of the packed shard of ``params``."""
+        return sum(self.layout.shard_items(p) for p in params)
+
+    def _build_reduction(self, params: tuple[int, ...], grad: Item, output: Item) -> _Reduction:
+        engine = self._engine
+        layout = GroupLayout(tuple(self.layout.params[p] for p in params), self.layout.ranks)
+        schedule = reduce_scatter(
+            layout, engine.topology, engine.rank, grad=grad, output=output, chunk_bytes=self._chunk_bytes
+        )
+        which = "all" if len(params) == len(self.layout.params) else f"parameters {list(params)}"
+        label = f"reduce-scatter of {self.name!r} ({which}, {grad.value} to {output.value})"
+        sent = sum(
+            layout.valid_items(p, r) * grad.size
+            for p in range(len(params))
+            for r in range(layout.ranks)
+            if r != engine.rank
+        )
+        return _Reduction(engine.collective(schedule, len(params), label), engine.tag(label), sent)
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    collective: Collective
+    tag: int
+    bytes: int
