@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-_Layout = tuple  # the process groups over which a gradient is sharded
+# The process groups over which a gradient is sharded.
+_Layout = tuple[dist.ProcessGroup, ...]
 
 
 @torch.no_grad()
@@ -70,7 +71,8 @@ def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
         for group in groups:
             dist.all_reduce(partial, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
         totals.append(partial if infinite else partial ** (1.0 / norm_type))
-    return torch.linalg.vector_norm(torch.stack([t.to(totals[0].device) for t in totals]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([t.to(totals[0].device) for t in totals]), norm_type)
+    return total
 
 
 def _shard_groups(grad: Tensor) -> _Layout:

@@ -99,10 +99,10 @@ def _has_nan(tensor: Tensor) -> bool:
 
 
 def _initializer(module: nn.Module) -> Callable[[], object] | None:
-    for method in ("reset_parameters", "_reset_parameters"):
-        if callable(found := getattr(module, method, None)):
-            return found
-    return None
+    found: Callable[[], object] | None = None
+    for method in ("_reset_parameters", "reset_parameters"):
+        found = getattr(module, method, None) or found
+    return found
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Tensor], str, Tensor]]:

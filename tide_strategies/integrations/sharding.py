@@ -165,7 +165,7 @@ def _broadcast_bucket(bucket: Iterable[Tensor], device: torch.device) -> None:
     for tensors in by_dtype.values():
         flat = torch.cat([t.detach().reshape(-1).to(device) for t in tensors])
         dist.broadcast(flat, src=0)
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
 

@@ -17,17 +17,16 @@ from tide_strategies.integrations.summary import summary_line
 from tide_strategies.report import TideReport
 
 if TYPE_CHECKING:
-    from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as _Host
-
     from tide_strategies.fsdp2 import TideHandle
-else:
-    _Host = object
+
+# The type checker cannot see both kinds of host at once; the classes that mix this in name theirs.
+_Host: Any = object
 
 # With parameters in CPU memory, norms and checkpoints need collectives on CPU tensors beside those on the GPU.
 _OFFLOAD_BACKEND = "cpu:gloo,cuda:nccl"
 
 
-class TideStrategyBase(_Host):
+class TideStrategyBase(_Host):  # type: ignore[misc]
     """Mixed in before a ``ModelParallelStrategy`` of any of the four namespaces."""
 
     def _take_options(
@@ -67,7 +66,8 @@ class TideStrategyBase(_Host):
     def _get_process_group_backend(self) -> str:
         if self.sharding.cpu_offload and self._process_group_backend is None and self.root_device.type == "cuda":
             return _OFFLOAD_BACKEND
-        return super()._get_process_group_backend()
+        backend: str = super()._get_process_group_backend()
+        return backend
 
     def _make_mesh(self) -> DeviceMesh:
         """The job's mesh: Lightning's own dimension names, or those of HSDP."""
@@ -80,7 +80,8 @@ class TideStrategyBase(_Host):
 
     @property
     def _data_parallel_mesh(self) -> DeviceMesh:
-        return self.device_mesh["data_parallel"] if self.replicate_size == 1 else self.device_mesh
+        mesh: DeviceMesh = self.device_mesh
+        return mesh["data_parallel"] if self.replicate_size == 1 else mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from torch.optim import Optimizer
 
@@ -52,7 +52,8 @@ def load_file(path: Path, *, weights_only: bool, where: str) -> dict[str, Any]:
         )
     try:
         with _omegaconf_allowed():
-            return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+            content: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+            return content
     except pickle.UnpicklingError as error:
         if not weights_only:
             raise
@@ -70,11 +71,11 @@ def load_sharded(
     The folder's index is read by ``torch.distributed.checkpoint``, which trusts it.
     """
     state: dict[str, Any] = {module_key: get_model_state_dict(module)}
-    dcp.load(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
+    load(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
     set_model_state_dict(module, state[module_key], options=StateDictOptions(strict=strict))
     for key, optimizer in optimizers.items():
         state = {key: get_optimizer_state_dict(module, optimizer)}
-        dcp.load(state, checkpoint_id=path)
+        load(state, checkpoint_id=path)
         set_optimizer_state_dict(
             module, optimizer, optim_state_dict=state[key], options=StateDictOptions(strict=strict)
         )
@@ -123,6 +124,8 @@ def _omegaconf_allowed() -> Iterator[None]:
         yield
         return
     values = [c for c in vars(nodes).values() if isinstance(c, type) and issubclass(c, nodes.ValueNode)]
-    plain = [collections.defaultdict, dict, list, tuple, set, int, float, str, bool, bytes, (typing.Any, "typing.Any")]
-    with torch.serialization.safe_globals([DictConfig, ListConfig, ContainerMetadata, Metadata, *values, *plain]):
+    plain = [collections.defaultdict, dict, list, tuple, set, int, float, str, bool, bytes]
+    allowed: list[Any] = [DictConfig, ListConfig, ContainerMetadata, Metadata, *values, *plain]
+    allowed.append((typing.Any, "typing.Any"))
+    with torch.serialization.safe_globals(allowed):
         yield

@@ -100,7 +100,7 @@ class FabricStrategy(TideStrategyBase, _Host):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._backward_sync_control = _BackwardSyncControl()
+        self._backward_sync_control: Any = _BackwardSyncControl()
 
     # ---- setup
 
@@ -205,7 +205,9 @@ class FabricStrategy(TideStrategyBase, _Host):
         if isinstance(state, nn.Module):
             load_full_module(state, load_file(path, weights_only=safe, where=how), strict)
             return {}
-        modules = {k: v for k, v in state.items() if isinstance(v, FSDPModule)} if isinstance(state, dict) else {}
+        modules: dict[str, Any] = {}
+        if isinstance(state, dict):
+            modules = {k: v for k, v in state.items() if isinstance(v, FSDPModule)}
         if len(modules) != 1 or not isinstance(state, dict):
             raise TideConfigError(
                 f"fabric.load() needs state={{'model': model, ...}} with exactly one model that fabric.setup() has "

@@ -7,5 +7,5 @@ from pytorch_lightning.strategies.model_parallel import ModelParallelStrategy
 from tide_strategies.integrations.lightning.trainer import TrainerStrategy
 
 
-class TideFSDPStrategy(TrainerStrategy, ModelParallelStrategy):
+class TideFSDPStrategy(TrainerStrategy, ModelParallelStrategy):  # type: ignore[misc]
     """FSDP2 with TIDE collectives for ``pytorch_lightning``; options: :class:`TrainerStrategy`."""
