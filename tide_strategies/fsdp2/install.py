@@ -24,16 +24,11 @@ from tide_strategies.layout import GroupLayout, ParamShape, align
 from tide_strategies.report import CollectiveStats, GroupReport
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.exchange import process_group_exchange
-from tide_strategies.runtime.group import GroupCollectives
+from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, GroupCollectives
 from tide_strategies.runtime.slots import Slot, SlotRing
 from tide_strategies.topology import Topology
 
 _log = logging.getLogger("tide_strategies")
-
-#: Bytes of one contribution staged at a time: large enough that a wait per chunk costs nothing beside the copying,
-#: small enough that what a rank pushes is still in the shared cache when its owner reads it.
-AUTO_CHUNK_BYTES = 512 * 1024
-
 
 @dataclass
 class InstalledGroup:

@@ -19,6 +19,11 @@ from tide_strategies.runtime.engine import Collective, Engine
 from tide_strategies.runtime.slots import Landing, Slot, SlotRing
 
 
+#: Bytes of one contribution staged at a time: large enough that a wait per chunk costs nothing beside the copying,
+#: small enough that what a rank pushes is still in the shared cache when its owner reads it.
+AUTO_CHUNK_BYTES = 512 * 1024
+
+
 @dataclass
 class Tally:
     """Running totals of one kind of collective (see ``report.CollectiveStats``)."""
