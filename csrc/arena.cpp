@@ -24,6 +24,7 @@ namespace tide {
 namespace {
 
 constexpr uint64_t kReserveStep = uint64_t{64} << 20;
+constexpr uint64_t kSmallestStep = uint64_t{64} << 10;
 constexpr uint64_t kMaxFileBytes = uint64_t{1} << 62;
 
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -195,13 +196,16 @@ void Arena::reserve(int64_t offset, int64_t bytes) {
       throw_os(ENOMEM, "cannot reserve " + range + ": " + std::to_string(missing) + " bytes are needed, " +
                            std::to_string(free) + " are available");
   }
-  // In steps: an interrupted fallocate undoes what it did, and a process with a fast timer would never
-  // get through a large one.
+  // In steps, smaller after every interruption: an interrupted fallocate undoes what it did, and a process
+  // with a fast timer would never get through a large one.
+  uint64_t step = kReserveStep;
   for (uint64_t at = begin; at < end;) {
-    const uint64_t step = std::min(end - at, kReserveStep);
-    if (::fallocate(fd_, 0, static_cast<off_t>(at), static_cast<off_t>(step)) == 0) {
-      at += step;
-    } else if (errno != EINTR) {
+    const uint64_t part = std::min(end - at, step);
+    if (::fallocate(fd_, 0, static_cast<off_t>(at), static_cast<off_t>(part)) == 0) {
+      at += part;
+    } else if (errno == EINTR) {
+      step = std::max(step / 2, kSmallestStep);
+    } else {
       throw_os(errno, "cannot reserve " + range);
     }
   }

@@ -75,7 +75,7 @@ Call begin(const ProgramHandle& self, const ArenaHandle& arena, std::vector<uint
               static_cast<float>(divisor));
 }
 
-using Tensor = nb::ndarray<nb::ndim<1>, nb::device::cpu, nb::c_contig>;
+using Tensor = nb::ndarray<nb::array_api, nb::ndim<1>, nb::device::cpu, nb::c_contig>;
 
 nb::dlpack::dtype dtype_from_name(const std::string& name) {
   using Code = nb::dlpack::dtype_code;
