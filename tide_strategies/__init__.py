@@ -57,6 +57,6 @@ def __dir__() -> list[str]:
 
 
 # For programs that switched torch's entry points off; otherwise ``import torch`` has done it already.
-from tide_strategies._autoload import autoload as _autoload  # noqa: E402
+from tide_strategies import _autoload  # noqa: E402
 
-_autoload()
+_autoload.autoload()

@@ -44,7 +44,7 @@ class _PostImportFinder(MetaPathFinder):
         if name not in _HOOKS:
             return None
         for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
+            if isinstance(finder, _PostImportFinder) or not hasattr(finder, "find_spec"):
                 continue
             spec = finder.find_spec(name, path, target)
             if spec is not None:
