@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from tide_strategies.errors import TideConfigError
@@ -22,6 +23,9 @@ Auto = Literal["auto"]
 T = TypeVar("T")
 
 TOPOLOGY_ENV = "TIDE_TOPOLOGY"
+
+#: About three years: what no clock behind a wait overflows at.
+MAX_TIMEOUT_S = 1e8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +127,7 @@ class TideConfig:
             groups and only measures them.
         topology: "auto", or nodes and GPUs per node by hand (a mapping, or text such as "2x4"). The
             environment variable ``TIDE_TOPOLOGY`` overrides "auto".
-        timeout_s: seconds that any wait for a peer may take before the job stops with an error.
+        timeout_s: seconds that any wait for a peer may take before the job stops with an error, at most 1e8.
         rail: transport between nodes.
     """
 
@@ -140,7 +144,7 @@ class TideConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self, "")
-        _above_zero(self.timeout_s, "timeout_s")
+        _above_zero(self.timeout_s, "timeout_s", MAX_TIMEOUT_S)
 
     @classmethod
     def from_any(cls, value: TideConfig | Mapping[str, Any] | None = None) -> TideConfig:
@@ -149,18 +153,21 @@ class TideConfig:
         Raises:
             TideConfigError: naming the option, the value, and what is allowed.
         """
-        if isinstance(value, TideConfig):
-            return value
         if value is None:
             value = {}
-        if not isinstance(value, Mapping):
+        if isinstance(value, Mapping):
+            value = _build(cls, _nest(_plain(value)), "")
+        if not isinstance(value, TideConfig):
             raise TideConfigError(
                 f"TIDE options must be a mapping or a TideConfig, not {type(value).__name__}: {value!r}"
             )
-        data = _nest(_plain(value))
-        if data.get("topology", "auto") == "auto" and os.environ.get(TOPOLOGY_ENV):
-            data["topology"] = os.environ[TOPOLOGY_ENV]
-        return _build(cls, data, "")
+        stated = os.environ.get(TOPOLOGY_ENV, "auto") or "auto"
+        if value.topology != "auto" or stated == "auto":
+            return value
+        try:
+            return replace(value, topology=parse_topology(stated))
+        except TideConfigError as e:
+            raise TideConfigError(f"environment variable {TOPOLOGY_ENV}: {e}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """The options as plain nested dictionaries, which :meth:`from_any` reads back to an equal config."""
@@ -174,7 +181,7 @@ def parse_topology(text: str) -> TopologyConfig:
         TideConfigError: if the text has another form or a number below 1.
     """
     parts = text.lower().split("x")
-    if len(parts) != 2 or not all(p.strip().isdecimal() for p in parts):
+    if len(parts) != 2 or not all(p.strip().isdecimal() and len(p.strip()) < 10 for p in parts):
         raise TideConfigError(
             f"topology must be 'auto', a mapping with nodes and gpus_per_node, or text such as '2x4'; got {text!r}"
         )
@@ -198,14 +205,13 @@ def _nest(data: dict[Any, Any]) -> dict[str, Any]:
             raise TideConfigError(f"TIDE option names are text; got {key!r}")
         head, _, rest = key.partition(".")
         if rest:
-            inner = out.setdefault(head, {})
-            if not isinstance(inner, dict):
-                raise TideConfigError(f"option {head!r} is given both as a value and as a section ({key!r})")
-            inner.update(_nest({rest: value}))
-        elif isinstance(value, dict) and isinstance(out.get(key), dict):
+            key, value = head, _nest({rest: value})
+        if key not in out:
+            out[key] = dict(value) if isinstance(value, dict) else value
+        elif isinstance(value, dict) and isinstance(out[key], dict):
             out[key].update(value)
         else:
-            out[key] = dict(value) if isinstance(value, dict) else value
+            raise TideConfigError(f"TIDE option {key!r} is given both as a value and as a section")
     return out
 
 
@@ -218,17 +224,17 @@ def _build(cls: type[T], data: Mapping[str, Any], path: str) -> T:
         where = f"{path}{key}"
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {path + close[0]!r}?" if close else ""
+            hint = f"; did you mean {path + close[0]!r}?" if close else "."
             raise TideConfigError(f"unknown TIDE option {where!r}{hint} Known here: {', '.join(known)}.")
         if key == "topology" and isinstance(value, str) and value != "auto":
             value = parse_topology(value)
         section: Any = next((h for h in _members(hints[key]) if is_dataclass(h)), None)
         if section is not None and isinstance(value, Mapping):
-            missing = [f.name for f in fields(section) if f.name not in value and _required(f)]
-            if missing:
-                raise TideConfigError(f"TIDE option {where!r} needs {', '.join(missing)} as well")
             value = _build(section, value, f"{where}.")
         values[key] = value
+    missing = [f.name for f in fields(cls) if f.name not in values and _required(f)]  # type: ignore[arg-type]
+    if missing:
+        raise TideConfigError(f"TIDE option {path.removesuffix('.')!r} needs {', '.join(missing)} as well")
     return cls(**values)
 
 
@@ -275,6 +281,6 @@ def _at_least(value: Any, low: int, name: str) -> None:
         raise TideConfigError(f"TIDE option {name!r} must be at least {low}; got {value!r}")
 
 
-def _above_zero(value: float, name: str) -> None:
-    if not 0 < value < float("inf"):
-        raise TideConfigError(f"TIDE option {name!r} must be a positive, finite number; got {value!r}")
+def _above_zero(value: float, name: str, most: float = sys.float_info.max) -> None:
+    if not 0 < value <= most:
+        raise TideConfigError(f"TIDE option {name!r} must be above zero and at most {most:g}; got {value!r}")
