@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 # Absolute, so that these are the environment's own whatever is active in the caller's shell.
 PY := $(abspath $(BIN))/python
-PIP := $(PY) -m pip --disable-pip-version-check --quiet
+PIP := $(PY) -m pip --disable-pip-version-check -qq
 NATIVE := CMakeLists.txt $(wildcard csrc/*) $(wildcard cmake/*)
 
 # One stamp per step of the set-up: a step runs again only when what it depends on has changed. The name of torch's
@@ -44,20 +44,20 @@ $(STAMP_VENV):
 	@# Debian's Python comes without ensurepip; then the environment gets pip from the pip outside.
 	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { $(PYTHON) -m venv --clear --without-pip $(VENV) && \
 	  $(PYTHON) -m pip --python $(PY) install --quiet pip; }
-	@touch $@
+	@touch '$@'
 
 $(STAMP_TORCH): $(STAMP_VENV)
 	@echo "==> Installing $(TORCH) (a large download on a fresh machine)"
 	@$(PIP) install '$(TORCH)'
 	@rm -f $(VENV)/.installed-torch* $(STAMP_PACKAGE)
-	@touch $@
+	@touch '$@'
 
 $(STAMP_PACKAGE): $(STAMP_TORCH) pyproject.toml $(NATIVE)
 	@$(PY) -c 'import shutil, os, sys; sys.exit(not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))))' || { \
 	  echo "The native core needs a C++17 compiler, and none was found (c++, g++, clang++, or CXX=...)." >&2; exit 1; }
 	@echo "==> Building the native core and installing tide-strategies with its extras ($(EXTRAS))"
 	@$(PIP) install --editable '.[$(EXTRAS)]' '$(TORCH)'
-	@touch $@
+	@touch '$@'
 
 demo: setup ## Train a small GPT with stock FSDP2 and with TIDE; results in demo_output/
 	@echo "==> Running the demo"
@@ -78,7 +78,7 @@ bench: setup ## Measure the collectives on this machine's CPU
 
 clean: ## Remove what was built, caches and the demo's results
 	rm -rf build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+	find . -path "./.venv*" -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 distclean: clean ## Remove the environment too
 	rm -rf $(VENV)
