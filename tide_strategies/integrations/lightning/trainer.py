@@ -169,7 +169,9 @@ class TrainerStrategy(TideStrategyBase, _Host):
             self.model.to(self.root_device)
 
     def teardown(self) -> None:
-        """End of a stage, or of a failed one."""
+        """End of a stage, or of a failed one: leave a model of sharded parameters and stock collectives behind."""
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # the root keeps its parameters whole after a forward without backward
         self._close_tide()
         super().teardown()
 

@@ -1,0 +1,200 @@
+"""Checkpoints of ``tide_fsdp``: full and sharded, resumed bit for bit, read without running their code."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import launch
+from lightning_models import (
+    Network,
+    assert_close,
+    assert_passed,
+    full_state,
+    loader,
+    module_class,
+    part_loader,
+    quiet_import,
+    run_checks,
+    strategy_of,
+    trainer_of,
+)
+
+from tide_strategies.errors import TideConfigError
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def fit(pl, module, kind, *, epochs, resume=None):
+    trainer = trainer_of(pl, strategy_of(pl, state_dict_type=kind), max_epochs=epochs)
+    trainer.fit(module, part_loader(), ckpt_path=resume)
+    return trainer
+
+
+def resumed_equals_uninterrupted(pl, folder, kind, make, load_kind=None):
+    """Two epochs at once, against one epoch, a checkpoint, and a second epoch in a new module and Trainer."""
+    whole = make()
+    fit(pl, whole, kind, epochs=2)
+    path = folder / f"{kind}.ckpt"
+    first = fit(pl, make(), kind, epochs=1)
+    first.save_checkpoint(path)
+    assert path.is_dir() == (kind == "sharded")
+    second = make()
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.add_(1.0)  # what it starts from must not matter
+    trainer = fit(pl, second, load_kind or kind, epochs=2, resume=path)
+    assert trainer.global_step == 8
+    assert_close(full_state(second), full_state(whole), 0.0)
+    return path, first, whole
+
+
+def with_schedule(pl, hparams=None):
+    class Scheduled(module_class(pl)):
+        def __init__(self, options=None):
+            super().__init__(optimizer_of=adamw)
+            if options is not None:
+                self.save_hyperparameters(options)
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    return lambda: Scheduled(hparams)
+
+
+def check_full(pl, folder):
+    path, first, _ = resumed_equals_uninterrupted(pl, folder, "full", with_schedule(pl))
+    # One ordinary file: plain PyTorch reads it, module and optimizer alike.
+    content = torch.load(path, weights_only=True, map_location="cpu")
+    expected = full_state(first.lightning_module)
+    assert_close(content["state_dict"], expected, 0.0)
+    plain = Network()
+    plain.load_state_dict({k.removeprefix("network."): v for k, v in content["state_dict"].items()})
+    adamw(plain.parameters()).load_state_dict(content["optimizer_states"][0])
+    loaded = module_class(pl).load_from_checkpoint(path, map_location="cpu")
+    assert_close(loaded.state_dict(), expected, 0.0)
+
+
+def check_sharded(pl, folder):
+    path, _, _ = resumed_equals_uninterrupted(pl, folder, "sharded", with_schedule(pl))
+    assert {p.name for p in path.iterdir()} >= {"meta.pt", ".metadata"}
+
+
+def check_either_kind_loads_whichever_is_set(pl, folder):
+    resumed_equals_uninterrupted(pl, folder, "sharded", with_schedule(pl), load_kind="full")
+    resumed_equals_uninterrupted(pl, folder, "full", with_schedule(pl), load_kind="sharded")
+
+
+def check_sgd_without_state(pl, folder):
+    for kind in ("full", "sharded"):
+        resumed_equals_uninterrupted(pl, folder, kind, lambda: module_class(pl)(optimizer_of=plain_sgd))
+
+
+def check_frozen_parameters(pl, folder):
+    def make():
+        module = module_class(pl)(optimizer_of=adamw)
+        module.network.blocks[0].requires_grad_(False)
+        module.network.scale.requires_grad_(False)
+        return module
+
+    for kind in ("full", "sharded"):
+        resumed_equals_uninterrupted(pl, folder, kind, make)
+
+
+def check_omegaconf_hyperparameters_load_safely(pl, folder):
+    omegaconf = pytest.importorskip("omegaconf")
+    hparams = omegaconf.OmegaConf.create({"lr": 0.1, "layers": [1, 2, "${lr}"], "name": None, "on": True})
+    for kind in ("full", "sharded"):
+        path, *_ = resumed_equals_uninterrupted(pl, folder, kind, with_schedule(pl, hparams))
+    assert path.is_dir()
+
+
+class Anything:
+    """An object that only unrestricted unpickling can read."""
+
+
+def check_objects_need_permission(pl, folder):
+    make = lambda: module_class(pl)()  # noqa: E731
+    for kind in ("full", "sharded"):
+        module = make()
+        module.on_save_checkpoint = lambda checkpoint: checkpoint.update(extra=Anything())
+        path = folder / f"{kind}.ckpt"
+        fit(pl, module, kind, epochs=1).save_checkpoint(path)
+        with pytest.raises(TideConfigError, match=r"If you trust it, use TideFSDPStrategy\(weights_only=False\)"):
+            fit(pl, make(), kind, epochs=2, resume=path)
+        trusting = trainer_of(pl, strategy_of(pl, weights_only=False), max_epochs=2)
+        trusting.fit(make(), part_loader(), ckpt_path=path)
+        assert trusting.global_step == 8
+
+
+def check_model_checkpoint_callback(pl, folder):
+    callback = pl.callbacks.ModelCheckpoint(folder, "best", monitor="val_loss", save_last=True)
+    strategy = strategy_of(pl, state_dict_type="sharded")
+    module = module_class(pl)(optimizer_of=adamw)
+    trainer = trainer_of(pl, strategy, max_epochs=3, callbacks=[callback], enable_checkpointing=True)
+    trainer.fit(module, part_loader(), loader())
+    best = callback.best_model_score.item()
+    (metrics,) = trainer.test(ckpt_path="best", dataloaders=loader(), verbose=False)
+    assert metrics["test_loss"] == pytest.approx(best, rel=1e-5)
+    assert (folder / "last.ckpt" / "meta.pt").is_file()
+
+
+def check_mistakes(pl, folder):
+    fitted = fit(pl, module_class(pl)(), "full", epochs=1)
+    fitted.save_checkpoint(folder / "one.ckpt")
+    with pytest.raises(FileNotFoundError, match="neither a file nor a folder with meta.pt"):
+        fit(pl, module_class(pl)(), "full", epochs=2, resume=folder / "none.ckpt")
+
+    class Two(module_class(pl)):
+        def configure_optimizers(self):
+            return adamw(self.network.blocks.parameters()), adamw(self.network.head.parameters())
+
+        def training_step(self, batch, index):
+            raise AssertionError("must not get here")
+
+    two = Two()
+    two.automatic_optimization = False
+    with pytest.raises(TideConfigError, match=r"state of 1 optimizer\(s\), but 2 are configured"):
+        fit(pl, two, "full", epochs=2, resume=folder / "one.ckpt")
+
+
+CHECKS = {name: f for name, f in sorted(globals().items()) if name.startswith("check_")}
+
+
+def run_all(rank, world, arg):
+    namespace, names, root = arg
+    pl = quiet_import(namespace)
+
+    def in_new_folder(check):
+        def run():
+            folder = Path(root, check.__name__)
+            folder.mkdir(exist_ok=True)
+            dist.barrier()
+            check(pl, folder)
+            dist.barrier()
+            if rank == 0:
+                shutil.rmtree(folder)
+
+        run.__name__ = check.__name__
+        return run
+
+    return run_checks([in_new_folder(CHECKS[n]) for n in names])
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    root = str(tmp_path_factory.mktemp("checkpoints"))
+    return launch(2, run_all, ("lightning.pytorch", tuple(CHECKS), root), timeout=200, pg_timeout=30)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_checkpoints(name, outcomes):
+    assert_passed(outcomes, name)

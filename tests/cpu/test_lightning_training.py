@@ -1,0 +1,368 @@
+"""Training through ``Trainer(strategy="tide_fsdp")`` on two processes, against plain single-process PyTorch.
+
+All checks of a namespace share one launch; each is reported as a test of its own.
+"""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import launch
+from lightning_models import (
+    WIDTH,
+    Block,
+    Network,
+    assert_close,
+    assert_passed,
+    full_state,
+    loader,
+    loss_of,
+    module_class,
+    on,
+    part_loader,
+    quiet_import,
+    reference,
+    run_checks,
+    sgd,
+    strategy_of,
+    trainer_of,
+)
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from tide_strategies.errors import TideConfigError
+
+# ---- against the single-process reference
+
+
+def check_accumulation_with_clipping_by_norm(pl):
+    module = module_class(pl)()
+    expected = reference(module.network, sgd, epochs=3, accumulate=2, clip_norm=0.5)
+    trainer = trainer_of(pl, max_epochs=3, accumulate_grad_batches=2, gradient_clip_val=0.5)
+    trainer.fit(module, part_loader())
+    assert_close(full_state(module.network), expected)
+    report = trainer.strategy.tide_report()
+    assert {g.name.rpartition(".")[2] for g in report.groups} >= {"0", "1", "2"}, report
+
+
+def check_synchronising_every_microbatch_with_clipping_by_value(pl):
+    module = module_class(pl)()
+    expected = reference(module.network, sgd, accumulate=2, clip_value=0.05)
+    strategy = strategy_of(pl, sync_every_microbatch=True)
+    clip = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
+    trainer_of(pl, strategy, accumulate_grad_batches=2, **clip).fit(module, part_loader())
+    assert_close(full_state(module.network), expected)
+
+
+def check_tied_and_frozen_parameters(pl):
+    network = Network()
+    network.blocks[2].up.weight = network.blocks[0].up.weight
+    network.head.requires_grad_(False)
+    module = module_class(pl)(network)
+    expected = reference(network, sgd)
+    trainer_of(pl).fit(module, part_loader())
+    assert network.blocks[2].up.weight is network.blocks[0].up.weight
+    assert not isinstance(network.blocks[2], FSDPModule)
+    assert isinstance(network.blocks[1], FSDPModule)
+    assert_close(full_state(network), expected)
+
+
+def check_hsdp(pl):
+    module = module_class(pl)()
+    expected = reference(module.network, sgd)
+    seen = []
+    strategy = strategy_of(pl, replicate_size=2)
+    callback = on(pl, on_train_start=lambda t, m: seen.append(m.network.head.weight.placements))
+    trainer_of(pl, strategy, callbacks=[callback], gradient_clip_val=100.0).fit(module, part_loader())
+    assert [str(p) for p in seen[0]] == ["R", "S(0)"], seen
+    assert_close(full_state(module.network), expected)
+
+
+def check_cpu_offload(pl):
+    module = module_class(pl)()
+    expected = reference(module.network, sgd, clip_norm=0.5)
+    trainer_of(pl, "tide_fsdp_offload", gradient_clip_val=0.5).fit(module, part_loader())
+    assert_close(full_state(module.network), expected)
+
+
+def check_sharding_by_the_user(pl):
+    class Sharded(module_class(pl)):
+        def configure_model(self):
+            if not isinstance(self.network.blocks[0], FSDPModule):
+                fully_shard(self.network.blocks[0], mesh=self.device_mesh["data_parallel"])
+
+    module = Sharded()
+    expected = reference(module.network, sgd)
+    trainer_of(pl).fit(module, part_loader())
+    assert isinstance(module, FSDPModule)
+    assert not isinstance(module.network.blocks[1], FSDPModule)
+    assert_close(full_state(module.network), expected)
+
+
+def check_manual_optimisation(pl):
+    """Two optimizers, two backwards per step, and a parameter of the root used after each of them."""
+
+    def step(module, batch, backward, optimizers):
+        first, second = optimizers
+        backward((loss_of(module.network, batch) * module.gain).sum())
+        first.step()
+        first.zero_grad()
+        second.zero_grad()
+        backward((module.gain - loss_of(module.network, batch)).pow(2).sum())
+        second.step()
+        second.zero_grad()
+        first.zero_grad()
+        return (module.gain * loss_of(module.network, batch)).sum().detach()
+
+    class Manual(module_class(pl)):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.gain = nn.Parameter(torch.ones(1))
+
+        def training_step(self, batch, index):
+            return step(self, batch, self.manual_backward, self.optimizers())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.network.parameters(), 0.05), torch.optim.SGD([self.gain], 0.05)
+
+    module = Manual()
+    alone = copy.deepcopy(module)
+    optimizers = alone.configure_optimizers()
+    # Averages over ranks of gradients that are not linear in the loss: the reference averages per-rank gradients.
+    trainer_of(pl, max_epochs=1).fit(module, part_loader())
+    for batch in loader(8):
+        halves = [[t[r::2] for t in batch] for r in range(2)]
+        first, second = optimizers
+        sum((loss_of(alone.network, h) * alone.gain).sum() for h in halves).div(2).backward()
+        first.step(), alone.zero_grad()
+        sum((alone.gain - loss_of(alone.network, h)).pow(2).sum() for h in halves).div(2).backward()
+        second.step(), alone.zero_grad()
+    assert_close(full_state(module), alone.state_dict())
+
+
+# ---- stages, data, state
+
+
+def check_all_stages_with_one_trainer(pl):
+    module, strategy = module_class(pl)(), strategy_of(pl, plan="auto")
+    trainer = trainer_of(pl, strategy, num_sanity_val_steps=2)
+    trainer.fit(module, part_loader(), loader())
+    first = trainer.callback_metrics["val_loss"].item()
+    mesh = trainer.strategy.device_mesh
+    (validated,) = trainer.validate(module, loader(), verbose=False)
+    (tested,) = trainer.test(module, loader(), verbose=False)
+    assert validated["val_loss"] == pytest.approx(first, rel=1e-5)
+    assert tested["test_loss"] == pytest.approx(first, rel=1e-5)
+    predictions = torch.cat(trainer.predict(module, loader()))
+    gathered = [torch.empty_like(predictions) for _ in range(2)]
+    dist.all_gather(gathered, predictions)
+    plain = Network()
+    plain.load_state_dict(full_state(module.network))
+    with torch.no_grad():
+        assert_close({"out": torch.stack(gathered, 1).flatten(0, 1)}, {"out": plain(loader().dataset.tensors[0])})
+    assert trainer.strategy.device_mesh is mesh
+    assert trainer.strategy.tide_report().groups
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, part_loader(), loader())
+    assert trainer.callback_metrics["val_loss"].item() < first
+
+
+def check_ranks_start_from_rank_0_and_see_different_data(pl):
+    network = Network(seed=dist.get_rank())
+    batches, states = [], []
+    module = module_class(pl)(network)
+    start = on(pl, on_train_start=lambda t, m: states.append(full_state(m.network)))
+
+    class Watching(type(module)):
+        def on_train_batch_start(self, batch, index):
+            batches.append(batch[0])
+
+    module.__class__ = Watching
+    trainer_of(pl, callbacks=[start], limit_train_batches=1).fit(module, loader())
+    assert_close(states[0], Network(seed=0).state_dict(), 0.0)
+    gathered = [torch.empty_like(batches[0]) for _ in range(2)]
+    dist.all_gather(gathered, batches[0])
+    assert not torch.equal(*gathered)
+
+
+def check_inference_mode_before_training(pl):
+    """What Lightning does on GPUs: the sanity check runs in inference mode, before any parameter was gathered."""
+    stack = contextlib.ExitStack()
+    enter = on(
+        pl,
+        on_validation_start=lambda t, m: stack.enter_context(torch.inference_mode()),
+        on_validation_end=lambda t, m: stack.close(),
+    )
+    module = module_class(pl)()
+    expected = reference(module.network, sgd)
+    trainer_of(pl, num_sanity_val_steps=1, callbacks=[enter]).fit(module, part_loader(), loader())
+    assert_close(full_state(module.network), expected)
+
+
+# ---- precision
+
+
+class Normed(Network):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+def check_bf16_mixed(pl):
+    seen = {}
+
+    class Watching(module_class(pl)):
+        def training_step(self, batch, index):
+            seen["batch"] = batch[1].dtype
+            return super().training_step(batch, index)
+
+    module = Watching(Normed())
+    look = module.network.blocks[0].register_forward_pre_hook(lambda m, args: seen.update(block=args[0].dtype))
+    weight = module.network.blocks[0].register_forward_hook(lambda m, *_: seen.update(weight=m.up.weight.dtype))
+    expected = reference(Network(), sgd)
+    trainer = trainer_of(pl, precision="bf16-mixed", max_epochs=2)
+    trainer.fit(module, part_loader(), loader())
+    look.remove(), weight.remove()
+    assert seen == {"batch": torch.float32, "block": torch.bfloat16, "weight": torch.bfloat16}, seen
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    norm = module.network.norm
+    assert isinstance(norm, FSDPModule)
+    assert norm.running_mean.dtype == torch.float32
+    assert norm.running_mean.abs().sum() > 0
+    plain = module_class(pl)()
+    trainer_of(pl, precision="bf16-mixed").fit(plain, part_loader())
+    assert_close(full_state(plain.network), expected, 0.05)
+
+
+def check_bf16_true(pl):
+    module = module_class(pl)()
+    trainer_of(pl, precision="bf16-true").fit(module, on_bf16(part_loader()))
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    assert_close(full_state(module.network), reference(Network(), sgd), 0.1)
+
+
+def on_bf16(source):
+    dataset = torch.utils.data.TensorDataset(*(t.bfloat16() for t in source.dataset.tensors))
+    return torch.utils.data.DataLoader(dataset, batch_size=4, sampler=source.sampler)
+
+
+def check_sync_batchnorm_is_applied(pl):
+    module = module_class(pl)(Normed())
+    # torch's SyncBatchNorm trains on GPUs only; evaluation runs anywhere.
+    trainer_of(pl, sync_batchnorm=True).validate(module, loader(), verbose=False)
+    assert isinstance(module.network.norm, nn.SyncBatchNorm)
+
+
+# ---- meta device
+
+
+class Rotary(nn.Module):
+    """A meta parameter beside a real buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(WIDTH))
+        self.register_buffer("table", torch.arange(WIDTH, dtype=torch.float32, device="cpu"))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.constant_(self.gain, 0.5)
+
+    def forward(self, x):
+        return x * self.gain + self.table
+
+
+def check_meta_device(pl):
+    class Late(module_class(pl)):
+        def configure_model(self):
+            if isinstance(self.network, nn.Identity):
+                torch.manual_seed(dist.get_rank())
+                with torch.device("meta"):
+                    self.network = nn.Sequential(Rotary(), Block(), Block(), nn.Linear(WIDTH, 1))
+                self.network[2].up.weight = self.network[1].up.weight
+
+    module, states = Late(nn.Identity()), []
+    start = on(pl, on_train_start=lambda t, m: states.append(full_state(m.network)))
+    trainer_of(pl, callbacks=[start]).fit(module, part_loader())
+    state = states[0]
+    assert state["0.gain"].tolist() == [0.5] * WIDTH
+    assert state["0.table"].tolist() == list(range(WIDTH))
+    assert 0 < state["1.up.weight"].abs().max() <= WIDTH**-0.5
+    assert module.network[2].up.weight is module.network[1].up.weight
+    for value in state.values():
+        other = value.clone()
+        dist.broadcast(other, 0)
+        assert torch.equal(other, value)
+
+
+def check_meta_tensor_without_initialiser_is_named(pl):
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3))
+
+    class Late(module_class(pl)):
+        def configure_model(self):
+            with torch.device("meta"):
+                self.network.extra = Bare()
+
+    with pytest.raises(TideConfigError, match=r"network\.extra\.weight"):
+        trainer_of(pl).fit(Late(), loader())
+
+
+# ---- mistakes
+
+
+def check_mistakes(pl):
+    fit = lambda **kw: trainer_of(pl, **kw).fit(module_class(pl)(), loader())  # noqa: E731
+    with pytest.raises(
+        TideConfigError, match=r"replicate_size=3 does not divide the 2 processes.*possible values: 1, 2"
+    ):
+        fit(strategy=strategy_of(pl, replicate_size=3))
+    with pytest.raises(TideConfigError, match=r"precision='64-true' is not supported.*'bf16-mixed'"):
+        fit(precision="64-true")
+    with pytest.raises(TideConfigError, match="did you mean 'Block'"):
+        fit(strategy=strategy_of(pl, auto_wrap_policy={"Blok"}))
+    averaging = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1)
+    with pytest.raises(TideConfigError, match="StochasticWeightAveraging copies and averages whole models"):
+        fit(callbacks=[averaging])
+    if hasattr(pl.callbacks, "EMAWeightAveraging"):
+        with pytest.raises(TideConfigError, match="WeightAveraging copies and averages whole models"):
+            fit(callbacks=[pl.callbacks.EMAWeightAveraging()])
+
+
+CHECKS = {name: f for name, f in sorted(globals().items()) if name.startswith("check_")}
+# The other copy of Lightning runs the same code of ours; what can differ is the host around it.
+STANDALONE = ("check_accumulation_with_clipping_by_norm", "check_all_stages_with_one_trainer", "check_bf16_mixed")
+
+
+def run_all(rank, world, arg):
+    namespace, names = arg
+    return run_checks([CHECKS[n] for n in names], quiet_import(namespace))
+
+
+@pytest.fixture(scope="module")
+def unified():
+    return launch(2, run_all, ("lightning.pytorch", tuple(CHECKS)), timeout=180, pg_timeout=30)
+
+
+@pytest.fixture(scope="module")
+def standalone():
+    pytest.importorskip("pytorch_lightning")
+    return launch(2, run_all, ("pytorch_lightning", STANDALONE), timeout=180, pg_timeout=30)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_unified(name, unified):
+    assert_passed(unified, name)
+
+
+@pytest.mark.parametrize("name", STANDALONE)
+def test_standalone(name, standalone):
+    assert_passed(standalone, name)
