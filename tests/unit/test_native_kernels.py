@@ -65,11 +65,10 @@ def test_narrowing_rounds_to_nearest_even_as_torch_does(arena, variant):
     bits = rng.integers(0, 2**32, 200_003, dtype=np.uint32)
     halves = rng.integers(0, 2**16, 50_000, dtype=np.uint32) << 16
     ties = halves | 0x8000
-    edges = np.array(
-        [0, 0x80000000, 1, 0x80000001, 0x7FFF, 0x8000, 0x8001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF]
-        + [0x7F7F7FFF, 0x7F7F8000, 0x7F800000, 0xFF800000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000],
-        dtype=np.uint32,
-    )
+    around_zero = [0, 0x80000000, 1, 0x80000001, 0x7FFF, 0x8000, 0x8001, 0x007FFFFF, 0x00800000]
+    around_infinity = [0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000]
+    nans = [0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000]
+    edges = np.array([*around_zero, *around_infinity, *nans], np.uint32)
     values = np.concatenate([bits, ties, ties - 1, ties + 1, edges]).view(np.float32)
     got, want = cast(arena, values, FP32, BF16), to_bf16(values)
     nan = np.isnan(values)
