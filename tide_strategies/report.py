@@ -15,6 +15,7 @@ class CollectiveStats:
         seconds: wall time that the calling thread spent in them (all of it exposed on the CPU).
         wait_seconds: the part of ``seconds`` spent waiting for peers; 0.0 under stock, where it cannot be told apart.
         bytes: bytes this rank moved (all-gather: its shards; reduce-scatter: its slices to peers).
+        reused: uses of unsharded parameters that were still there, in the place of an all-gather.
         stock_calls: calls of a TIDE group that ran as stock for a reason of that call (see ``stock_reason``).
         stock_reason: code and words of the latest such call.
     """
@@ -23,6 +24,7 @@ class CollectiveStats:
     seconds: float = 0.0
     wait_seconds: float = 0.0
     bytes: int = 0
+    reused: int = 0
     stock_calls: int = 0
     stock_reason: str = ""
 
@@ -84,7 +86,7 @@ class TideReport:
             lines.append(
                 f"  {g.name}: {g.path} ({g.code}: {g.reason}), {g.parameters} parameters, "
                 f"{g.unsharded_bytes / 2**20:.1f} MiB in {g.storage} memory; "
-                f"{ag.calls} all-gathers {ag.seconds * 1e3:.1f} ms, {rs.calls} reduce-scatters {rs.seconds * 1e3:.1f} ms"
+                f"{ag.calls} all-gathers ({ag.reused} saved) {ag.seconds * 1e3:.1f} ms, {rs.calls} reduce-scatters {rs.seconds * 1e3:.1f} ms"
             )
             if g.remedy:
                 lines.append(f"    {g.remedy}")

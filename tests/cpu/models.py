@@ -88,6 +88,8 @@ class Case:
     root_only: bool = False
     poison: bool = False
     hook: bool = False
+    edit: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -154,6 +156,10 @@ def train(model: nn.Module, case: Case, rank: int, seen: list[Any] | None = None
                     model.set_requires_all_reduce(last)
                 else:
                     model.set_requires_gradient_sync(last or case.sync_every)
+            if case.edit and micro == 1:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.mul_(0.99)
             tokens = batch(step * 10 + micro, rank)
             logits = model(tokens)
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())

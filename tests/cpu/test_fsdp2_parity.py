@@ -42,6 +42,27 @@ CASES = [
     Case("compiled blocks", compile="aot_eager", policy=BF16),
     Case("poisoned slots", poison=True, policy=BF16, twice=True),
     Case("post-accumulate hooks", hook=True),
+    Case("no cache", config={"all_gather.cache": "off"}),
+    Case("one slot", config={"all_gather.slots": 1}),
+    Case("microbatch cache", accumulate=3, config={"all_gather.cache": "microbatch", "all_gather.slots": 3}),
+    Case(
+        "microbatch cache without sync",
+        accumulate=3,
+        sync_every=False,
+        policy=BF16,
+        config={"all_gather.cache": "microbatch", "all_gather.slots": 4},
+    ),
+    Case(
+        "parameters edited between micro-batches",
+        accumulate=3,
+        edit=True,
+        config={"all_gather.cache": "microbatch", "all_gather.slots": 4},
+    ),
+    Case(
+        "state dict loaded with everything cached",
+        checkpoint="copy",
+        config={"all_gather.cache": "microbatch", "all_gather.slots": 4},
+    ),
 ]
 FOUR = [
     Case("fp32"),
@@ -54,7 +75,7 @@ FOUR = [
 
 def _run(case: Case, rank: int, world: int, tide: bool):
     model, seen = build(case, world), []
-    handle = apply_tide(model, {"timeout_s": 30, "debug.poison_slots": case.poison}) if tide else None
+    handle = apply_tide(model, {"timeout_s": 30, "debug.poison_slots": case.poison, **case.config}) if tide else None
     losses = train(model, case, rank, seen)
     if handle is not None:
         report = handle.report()

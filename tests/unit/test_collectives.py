@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tide_strategies.collectives.all_gather import all_gather
+from tide_strategies.collectives.all_gather import all_gather, reuse
 from tide_strategies.collectives.reduce_scatter import chunks, reduce_scatter
 from tide_strategies.collectives.schedule import Await, Item, Notify, Space
 from tide_strategies.layout import GroupLayout, ParamShape
@@ -138,3 +138,31 @@ def test_builders_refuse_what_they_cannot_do() -> None:
         reduce_scatter(layout, Topology(1, 4), 0, grad=Item.F32, output=Item.F32, chunk_bytes=24)
     with pytest.raises(ValueError, match="f32 or bf16"):
         reduce_scatter(layout, Topology(1, 4), 0, grad=Item.RAW2, output=Item.F32, chunk_bytes=16)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts, seeds)
+def test_reuse_keeps_the_next_all_gather_out_of_the_slot(layout, seed) -> None:
+    n = layout.ranks
+    topology = Topology(1, n)
+    machine = Machine(n, n, seed)
+    checked = []
+
+    def check(number: int) -> None:
+        for p, shape in enumerate(layout.params):
+            for owner in range(n):
+                for i in range(layout.valid_items(p, owner)):
+                    at = layout.landing_offset(p, owner) + i * shape.itemsize
+                    assert machine.read(0, Space.LANDING, 0, at) == ("shard", number, owner, p, i)
+        checked.append(number)
+
+    work: list[list] = [[] for _ in range(n)]
+    for r in range(n):
+        gather = all_gather(layout, topology, r, [Item.F32] * len(layout.params))
+        for number in range(2):
+            first = Call(gather, shard_tag(number, Item.F32))
+            again = Call(reuse(topology, r), shard_tag(-1, Item.F32))
+            work[r] += [(first, "copy"), (first, "completion"), partial(check, number), (first, "readiness")]
+            work[r] += [(again, "completion"), partial(check, number), (again, "readiness")]
+    machine.run(work)
+    assert sorted(checked) == sorted([0, 0, 1, 1] * n)

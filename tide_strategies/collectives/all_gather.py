@@ -32,6 +32,21 @@ LANDED = Counter("landed")
 _CAST = {(Item.F32, 2): Item.BF16, (Item.BF16, 4): Item.F32}
 
 
+def reuse(topology: Topology, rank: int) -> Schedule:
+    """Build rank's schedule for using a landing again that still holds the group's current values.
+
+    Nothing is copied; what remains of the all-gather is to keep the next user of the slot out until every local rank
+    has vacated it once more.
+    """
+    return Schedule(
+        name="reuse",
+        rank=rank,
+        ranks=topology.ranks,
+        streams={"completion": (), "readiness": (Notify(VACATED),)},
+        advance={(VACATED, w): 1 for w in topology.node_ranks(rank)},
+    )
+
+
 def all_gather(layout: GroupLayout, topology: Topology, rank: int, shard_items: Sequence[Item]) -> Schedule:
     """Build rank's schedule of the single-node all-gather with direct landing.
 

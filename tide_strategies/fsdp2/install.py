@@ -30,6 +30,7 @@ from tide_strategies.topology import Topology
 
 _log = logging.getLogger("tide_strategies")
 
+
 @dataclass
 class InstalledGroup:
     """One parameter group after installation."""
@@ -159,7 +160,7 @@ class Installation:
                 forget_unsharded(param)
             items = [shard_item(p) for p in group.fsdp_params]
             collectives = GroupCollectives(engine, installed.name, installed.layout, items, home, chunk_bytes)
-            installed.binding = GroupBinding(collectives)
+            installed.binding = GroupBinding(collectives, config.all_gather.cache)
             adopt(group, installed.binding)
 
     def _decide(self) -> None:
@@ -170,7 +171,9 @@ class Installation:
         words = "; ".join(f"{g.name}: {g.verdict}" for g in stock[:8])
         more = f" (and {len(stock) - 8} groups more)" if len(stock) > 8 else ""
         if self.config.strict:
-            raise TideFallbackError(f"TIDE (strict): {len(stock)} of {len(self.groups)} groups fall back. {words}{more}")
+            raise TideFallbackError(
+                f"TIDE (strict): {len(stock)} of {len(self.groups)} groups fall back. {words}{more}"
+            )
         if dist.get_rank() == 0:
             _log.warning("TIDE: %d of %d groups use stock collectives. %s%s", len(stock), len(self.groups), words, more)
 

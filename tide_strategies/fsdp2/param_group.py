@@ -40,8 +40,8 @@ _post_backward = _eager_only(rebind(FSDPParamGroup.post_backward, foreach_reduce
 class GroupBinding:
     """What TIDE knows of one parameter group: its collectives (None under stock) and the tallies of its calls."""
 
-    def __init__(self, group_collectives: GroupCollectives | None = None) -> None:
-        self.collectives = group_collectives
+    def __init__(self, group_collectives: GroupCollectives | None = None, cache: str = "off") -> None:
+        self.collectives, self.cache = group_collectives, cache
         self.all_gathers = group_collectives.all_gathers if group_collectives else Tally()
         self.reduce_scatters = group_collectives.reduce_scatters if group_collectives else Tally()
 
@@ -60,6 +60,11 @@ class TideParam(FSDPParam):
 
     def free_all_gather_outputs(self) -> None:
         """Nothing, likewise (torch 2.15)."""
+
+    def reset_sharded_param(self) -> None:
+        """As torch; called when other tensors take the shards' place (``load_state_dict(assign=True)``, ``.to()``)."""
+        super().reset_sharded_param()
+        self._tide_generation += 1
 
 
 class TideParamGroup(FSDPParamGroup):
@@ -83,8 +88,12 @@ class TideParamGroup(FSDPParamGroup):
                     f"{param._tide_shard_dtype}; close the handle before changing dtypes and apply TIDE again"
                 )
             shards.append(shard.data_ptr())
+        versions = self._versions()
         with torch.profiler.record_function(f"TIDE::all_gather ({self._module_fqn})"):
-            self._collectives.issue(shards)
+            if self._may_reuse() and self._collectives.reusable(versions):
+                self._collectives.reuse()
+            else:
+                self._collectives.issue(shards, versions)
         self._all_gather_result = collectives.AllGatherResult(self._all_gather_output, None, None, [], [], [])
 
     @_without_functorch
@@ -122,6 +131,24 @@ class TideParamGroup(FSDPParamGroup):
     def _collectives(self) -> GroupCollectives:
         assert self._tide.collectives is not None
         return self._tide.collectives
+
+    def _versions(self) -> tuple[int, ...] | None:
+        """Numbers that change when any shard's values do; None if they cannot be known (inference tensors)."""
+        versions: list[int] = []
+        for param in self.fsdp_params:
+            # An optimizer updates the DTensor, whose version counter is not that of the local shard in it.
+            for tensor in (param._sharded_param_data, param.sharded_param):
+                if tensor.is_inference():
+                    return None
+                versions.append(tensor._version)
+            versions.append(param._tide_generation)
+        return tuple(versions)
+
+    def _may_reuse(self) -> bool:
+        """Whether parameters can be trusted not to have been edited behind their version counters."""
+        if self._tide.cache == "turnaround":  # between a forward and its backward nobody edits through .data
+            return self._training_state == _TrainingState.PRE_BACKWARD
+        return self._tide.cache == "microbatch"
 
     def _drop_pending(self) -> None:
         if self._all_gather_result is not None:
@@ -176,7 +203,7 @@ def adopt(group: Any, binding: GroupBinding) -> None:
         dtype = unsharded_dtype(param)
         items = layout.ranks * layout.shard_items(index)
         param.__class__ = TideParam
-        param._tide_shard_dtype = param._sharded_param_data.dtype
+        param._tide_shard_dtype, param._tide_generation = param._sharded_param_data.dtype, 0
         # Its own storage at offset 0: torch views it with an absolute offset, and version counters stay apart.
         # Never an inference tensor, whatever mode the first forward runs in.
         with torch.inference_mode(False):
@@ -202,7 +229,7 @@ def restore(group: Any) -> None:
         if type(param) is TideParam:
             param.__class__ = FSDPParam
             forget_unsharded(param)
-            del param._tide_shard_dtype
+            del param._tide_shard_dtype, param._tide_generation
         del param._tide_group, param._tide_index
     group.__class__ = FSDPParamGroup
     del group._tide

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tide_strategies import _native
-from tide_strategies.collectives.all_gather import all_gather
+from tide_strategies.collectives.all_gather import all_gather, reuse
 from tide_strategies.collectives.reduce_scatter import reduce_scatter
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.layout import GroupLayout
 from tide_strategies.runtime.engine import Collective, Engine
 from tide_strategies.runtime.slots import Landing, Slot, SlotRing
-
 
 #: Bytes of one contribution staged at a time: large enough that a wait per chunk costs nothing beside the copying,
 #: small enough that what a rank pushes is still in the shared cache when its owner reads it.
@@ -32,6 +31,7 @@ class Tally:
     seconds: float = 0.0
     wait_seconds: float = 0.0
     bytes: int = 0
+    reused: int = 0
     stock_calls: int = 0
     stock_reason: str = ""
 
@@ -64,47 +64,68 @@ class GroupCollectives:
         self._label = f"all-gather of {name!r}"
         schedule = all_gather(layout, engine.topology, engine.rank, shard_items)
         self._all_gather = engine.collective(schedule, len(layout.params), self._label)
+        self._reuse = engine.collective(reuse(engine.topology, engine.rank), 0, f"reuse of {name!r}")
         self._landing_address = self._all_gather.addresses(landing=self.landing.window.address)
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
         self._reductions: dict[tuple[tuple[int, ...], Item, Item], _Reduction] = {}
-        self._call: _native.Call | None = None
+        self._running: tuple[Collective, _native.Call] | None = None
+        self._versions: tuple[int, ...] | None = None
 
     @property
     def pinned(self) -> bool:
         """Whether the landing has a slot of its own."""
         return isinstance(self._home, Slot)
 
-    def issue(self, shards: Sequence[int]) -> None:
-        """Write this rank's shards, given by address, into the landing of every rank (all-gather, first half)."""
+    def issue(self, shards: Sequence[int], versions: tuple[int, ...] | None = None) -> None:
+        """Write this rank's shards, given by address, into the landing of every rank (all-gather, first half).
+
+        ``versions`` identify the shards' values, for :meth:`reusable`; None if they cannot be known.
+        """
         start = time.perf_counter()
-        if isinstance(self._home, Slot):
-            slot = self._home
-            self.landing.occupy(slot)
-        else:
-            slot = self._home.acquire(self.landing)
+        slot = self._occupy()
         tag = self._engine.tag(f"{self._label} into slot {slot.index}")
-        self._call = self._all_gather.begin(shards, self._landing_address, tag, slot.index)
-        self.all_gathers.wait_seconds += self._all_gather.run(self._call, "copy")
+        call = self._all_gather.begin(shards, self._landing_address, tag, slot.index)
+        self._running, self._versions = (self._all_gather, call), versions
+        self.all_gathers.wait_seconds += self._all_gather.run(call, "copy")
         self.all_gathers.calls += 1
         self.all_gathers.bytes += self._bytes
         self.all_gathers.seconds += time.perf_counter() - start
 
+    def reusable(self, versions: tuple[int, ...] | None) -> bool:
+        """Whether the vacated landing still holds the values that shards of these versions would be gathered to."""
+        return versions is not None and versions == self._versions and self.landing.intact
+
+    def reuse(self) -> None:
+        """Use the landing again in the place of an all-gather. Only if :meth:`reusable`."""
+        slot = self._occupy()
+        tag = self._engine.tag(f"{self._reuse.label} in slot {slot.index}")
+        self._running = (self._reuse, self._reuse.begin((), (), tag, slot.index))
+        self.all_gathers.reused += 1
+
     def complete(self) -> None:
         """Wait until every rank's shards are in the landing (all-gather, second half)."""
-        assert self._call is not None
+        assert self._running is not None
         start = time.perf_counter()
-        self.all_gathers.wait_seconds += self._all_gather.run(self._call, "completion")
+        collective, call = self._running
+        self.all_gathers.wait_seconds += collective.run(call, "completion")
         self.all_gathers.seconds += time.perf_counter() - start
 
     def vacate(self) -> None:
         """Give the landing up: from here on, other groups and other ranks may overwrite it."""
-        assert self._call is not None
-        self._all_gather.run(self._call, "readiness")
-        self._call = None
+        assert self._running is not None
+        collective, call = self._running
+        collective.run(call, "readiness")
+        self._running = None
         if isinstance(self._home, Slot):
             self.landing.vacate(0, poison=False)
         else:
             self._home.release(self.landing)
+
+    def _occupy(self) -> Slot:
+        if isinstance(self._home, SlotRing):
+            return self._home.acquire(self.landing)
+        self.landing.occupy(self._home)
+        return self._home
 
     def reduce_scatter(
         self,

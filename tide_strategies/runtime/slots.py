@@ -25,6 +25,7 @@ class Slot:
     offset: int
     occupant: Landing | None = None
     vacated_at: int = 0
+    holds: Landing | None = None  # whose values the memory shows, also after they were vacated
 
 
 class Landing:
@@ -34,19 +35,26 @@ class Landing:
         self._arena = arena
         self.window = _native.Window(nbytes)
         self.slot: Slot | None = None
+        self._last: Slot | None = None
         self._mapped: Slot | None = None
 
     @property
     def last_slot(self) -> Slot | None:
-        """The slot that the landing was, or is, mapped to."""
-        return self._mapped
+        """The slot that the landing was in last, or is in."""
+        return self._last
+
+    @property
+    def intact(self) -> bool:
+        """Whether the landing is vacated but nobody else has been in its slot since."""
+        return self.slot is None and self._last is not None and self._last.holds is self
 
     def occupy(self, slot: Slot) -> None:
         """Back the landing with ``slot``."""
         if self._mapped is not slot:
             self.window.map(self._arena, slot.offset)
             self._mapped = slot
-        self.slot, slot.occupant = slot, self
+        self._last = slot
+        self.slot, slot.occupant, slot.holds = slot, self, self
 
     def vacate(self, clock: int, poison: bool) -> None:
         """Leave the slot. With ``poison`` the address reads NaN until it is backed again."""

@@ -1,0 +1,1 @@
+"""Configuration files: Hydra groups and complete examples, one folder each."""

@@ -1,0 +1,1 @@
+"""Hydra group ``tide``: complete sets of options."""

@@ -1,0 +1,1 @@
+"""Triton kernels, installed as ``tide_strategies.kernels``."""
