@@ -1,15 +1,11 @@
 #include "peer.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <fstream>
-#include <iterator>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -25,17 +21,25 @@ constexpr long kPidfdOpen = SYS_pidfd_open;
 constexpr long kPidfdOpen = 434;  // the same number on every architecture; older C libraries lack the name
 #endif
 
-// State letter and start time from /proc/<pid>/stat; false if the process is gone.
-bool read_stat(int pid, char* state, uint64_t* start_time) {
-  std::ifstream in("/proc/" + std::to_string(pid) + "/stat");
-  const std::string text((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
+enum class Stat { kRead, kGone, kUnknown };
+
+// State letter and start time from /proc/<pid>/stat. Being out of descriptors says nothing about the process.
+Stat read_stat(int pid, char* state, uint64_t* start_time) {
+  const int fd = ::open(("/proc/" + std::to_string(pid) + "/stat").c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return errno == ENOENT || errno == ESRCH ? Stat::kGone : Stat::kUnknown;
+  char buffer[1024];
+  const ssize_t n = ::read(fd, buffer, sizeof buffer);
+  const int error = errno;
+  ::close(fd);
+  if (n <= 0) return n < 0 && error != ESRCH ? Stat::kUnknown : Stat::kGone;
+  const std::string text(buffer, static_cast<size_t>(n));
   const size_t name_end = text.rfind(')');  // the name may hold spaces and parentheses
-  if (name_end == std::string::npos) return false;
+  if (name_end == std::string::npos) return Stat::kUnknown;
   std::istringstream fields(text.substr(name_end + 1));
   std::string skip;
-  fields >> *state;                              // field 3
-  for (int i = 4; i < 22; ++i) fields >> skip;   // fields 4 to 21
-  return static_cast<bool>(fields >> *start_time);  // field 22
+  fields >> *state;                             // field 3
+  for (int i = 4; i < 22; ++i) fields >> skip;  // fields 4 to 21
+  return fields >> *start_time ? Stat::kRead : Stat::kUnknown;  // field 22
 }
 
 bool is_dead_state(char state) { return state == 'Z' || state == 'X' || state == 'x'; }
@@ -43,12 +47,20 @@ bool is_dead_state(char state) { return state == 'Z' || state == 'X' || state ==
 }  // namespace
 
 Peer::Peer(int pid) : pid_(pid) {
+  const std::string what = "cannot watch process " + std::to_string(pid);
+  pidfd_ = static_cast<int>(::syscall(kPidfdOpen, pid, 0));  // close-on-exec by definition
+  if (pidfd_ >= 0) return;
+  // Old kernels have no such call, sandboxes refuse it; any other error would meet /proc as well.
+  if (errno != ENOSYS && errno != EPERM && errno != EINVAL) throw_os(errno, what);
   char state = 0;
-  const int fd = static_cast<int>(::syscall(kPidfdOpen, pid, 0));
-  if (fd >= 0) {
-    pidfd_ = fd;  // close-on-exec by definition
-  } else if (errno == ESRCH || !read_stat(pid, &state, &start_time_) || is_dead_state(state)) {
-    throw_os(ESRCH, "cannot watch process " + std::to_string(pid));
+  switch (read_stat(pid, &state, &start_time_)) {
+    case Stat::kRead:
+      if (is_dead_state(state)) throw_os(ESRCH, what);
+      return;
+    case Stat::kGone:
+      throw_os(ESRCH, what);
+    case Stat::kUnknown:
+      throw_os(ENOSYS, what + ": neither pidfd_open nor /proc tells about it");
   }
 }
 
@@ -73,8 +85,15 @@ bool Peer::dead() const {
   }
   char state = 0;
   uint64_t start_time = 0;
-  if (!read_stat(pid_, &state, &start_time)) return true;
-  return is_dead_state(state) || start_time != start_time_;
+  switch (read_stat(pid_, &state, &start_time)) {
+    case Stat::kRead:
+      return is_dead_state(state) || start_time != start_time_;
+    case Stat::kGone:
+      return true;
+    case Stat::kUnknown:
+      break;
+  }
+  return false;
 }
 
 }  // namespace tide

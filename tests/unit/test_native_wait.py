@@ -143,6 +143,43 @@ def test_dead_peer_is_noticed_even_as_a_zombie():
         child.wait()
 
 
+WITHOUT_PIDFD = """
+import ctypes, struct, subprocess, sys, time
+from tide_strategies._native import Arena, Program
+# A system call filter: pidfd_open (434) fails with ENOSYS, everything else is allowed.
+rules = [(0x20, 0, 0, 0), (0x15, 0, 1, 434), (0x06, 0, 0, 0x00050000 | 38), (0x06, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *r) for r in rules))
+head = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", len(rules), ctypes.addressof(code)))
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(head)), 0, 0):
+    sys.exit(77)
+first = Arena.create(2, 0, 1)
+second = Arena.attach(first.fd, 2, 1, 1)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+second.watch(0, child.pid)
+wait = Program(struct.pack("<12q", 4, 0, 0, 1, *[0] * 8), b"", [(0, 1)], 0, 1, [])
+statuses = [wait.replay(second, [], [0], 0, 1.0, 0.3).status]
+child.kill()
+statuses.append(wait.replay(second, [], [0], 0, 1.0, 30.0).status)
+child.wait()
+statuses.append(wait.replay(second, [], [0], 0, 1.0, 30.0).status)
+try:
+    second.watch(0, child.pid)
+except ProcessLookupError:
+    statuses.append("refused")
+print(*statuses)
+"""
+
+
+def test_dead_peer_is_noticed_without_pidfds():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PIDFD], capture_output=True, text=True, timeout=60, check=False
+    )
+    if done.returncode == 77:
+        pytest.skip("no system call filters here")
+    assert done.stdout.split() == ["timeout", "peer_dead", "peer_dead", "refused"], done.stderr
+
+
 def test_what_a_dead_peer_finished_still_counts():
     first, second = arena_pair()
     child = sleeping_child()
