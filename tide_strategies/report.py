@@ -86,7 +86,8 @@ class TideReport:
             lines.append(
                 f"  {g.name}: {g.path} ({g.code}: {g.reason}), {g.parameters} parameters, "
                 f"{g.unsharded_bytes / 2**20:.1f} MiB in {g.storage} memory; "
-                f"{ag.calls} all-gathers ({ag.reused} saved) {ag.seconds * 1e3:.1f} ms, {rs.calls} reduce-scatters {rs.seconds * 1e3:.1f} ms"
+                f"{ag.calls} all-gathers ({ag.reused} saved) {ag.seconds * 1e3:.1f} ms, "
+                f"{rs.calls} reduce-scatters {rs.seconds * 1e3:.1f} ms"
             )
             if g.remedy:
                 lines.append(f"    {g.remedy}")

@@ -52,8 +52,8 @@ def agree_on_groups(
         for i in range(len(current)):
             other = next(((r, s["codes"][i]) for r, s in zip(ranks, stated, strict=True) if s["codes"][i] != OK), None)
             if other is not None and current[i] == OK:
-                out[i] = fallback("TIDE-F025", f"rank {other[0]} has {other[1]}")
-                current[i] = out[i].code  # passed on along the next mesh dimension
+                verdict = fallback("TIDE-F025", f"rank {other[0]} has {other[1]}")
+                out[i], current[i] = verdict, verdict.code  # the code is passed on along the next mesh dimension
     return out
 
 
@@ -64,8 +64,8 @@ def _same(group: dist.ProcessGroup, stated: Sequence[Mapping[str, Any]], what: s
         if difference is not None:
             name, first, other = difference
             raise TideMismatchError(
-                f"TIDE: ranks disagree on {what} {name!r}: rank {ranks[0]} has {first!r}, rank {ranks[i]} has {other!r}. "
-                f"Give every rank the same model and the same options."
+                f"TIDE: ranks disagree on {what} {name!r}: rank {ranks[0]} has {first!r}, "
+                f"rank {ranks[i]} has {other!r}. Give every rank the same model and the same options."
             )
 
 

@@ -49,6 +49,9 @@ class GroupBinding:
 class TideParam(FSDPParam):
     """An FSDPParam whose unsharded data is a landing: never allocated, never freed, only vacated by its group."""
 
+    _tide_shard_dtype: torch.dtype
+    _tide_generation: int
+
     def init_all_gather_outputs(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the landing is adopted at installation."""
 
@@ -71,6 +74,7 @@ class TideParamGroup(FSDPParamGroup):
     """An FSDPParamGroup whose all-gather lands in place and whose reduce-scatter reads gradients in place."""
 
     _tide: GroupBinding
+    fsdp_params: list[TideParam]  # type: ignore[assignment]
 
     @_without_functorch
     def unshard(self, async_op: bool = False) -> None:
@@ -227,7 +231,7 @@ def restore(group: Any) -> None:
         group._to_sharded()
     for param in group.fsdp_params:
         if type(param) is TideParam:
-            param.__class__ = FSDPParam
+            param.__class__ = FSDPParam  # type: ignore[assignment]
             forget_unsharded(param)
             del param._tide_shard_dtype, param._tide_generation
         del param._tide_group, param._tide_index

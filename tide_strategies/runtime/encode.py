@@ -131,9 +131,8 @@ class _Table:
             yield [AWAIT, self.counter(op.counter), op.writer, op.count]
         elif isinstance(op, Record):
             self.events.add(op.event)  # one thread runs the streams in order: the point is passed by then
-        elif isinstance(op, WaitEvent):
-            if op.event not in self.events:
-                raise ValueError(f"event {op.event!r} is awaited before any earlier stream records it")
+        elif isinstance(op, WaitEvent) and op.event not in self.events:
+            raise ValueError(f"event {op.event!r} is awaited before any earlier stream records it")
 
     def _at(self, ref: Ref) -> tuple[int, int]:
         return self.base(ref), ref.offset
