@@ -1,10 +1,13 @@
 """Small models for the Lightning and Fabric tests, and what plain single-process PyTorch makes of them."""
 
 import copy
+import functools
 import importlib
 import logging
+import shutil
 import traceback
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -117,6 +120,21 @@ def run_checks(checks, *args):
         if failed.item() not in (0, dist.get_world_size()):
             break
     return results
+
+
+def in_new_folder(check, root):
+    """The check with one more argument: a folder for it alone, the same on all ranks, removed afterwards."""
+
+    @functools.wraps(check)
+    def run(*args):
+        folder = Path(root, check.__name__)
+        folder.mkdir(exist_ok=True)
+        dist.barrier()
+        check(*args, folder)
+        dist.barrier()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    return run
 
 
 def assert_passed(outcomes, name):

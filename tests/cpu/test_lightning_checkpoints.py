@@ -1,17 +1,14 @@
 """Checkpoints of ``tide_fsdp``: full and sharded, resumed bit for bit, read without running their code."""
 
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 from harness import launch
 from lightning_models import (
     Network,
     assert_close,
     assert_passed,
     full_state,
+    in_new_folder,
     loader,
     module_class,
     part_loader,
@@ -150,7 +147,7 @@ def check_model_checkpoint_callback(pl, folder):
 def check_mistakes(pl, folder):
     fitted = fit(pl, module_class(pl)(), "full", epochs=1)
     fitted.save_checkpoint(folder / "one.ckpt")
-    with pytest.raises(FileNotFoundError, match="neither a file nor a folder with meta.pt"):
+    with pytest.raises(FileNotFoundError, match=r"neither a file nor a folder with meta.pt"):
         fit(pl, module_class(pl)(), "full", epochs=2, resume=folder / "none.ckpt")
 
     class Two(module_class(pl)):
@@ -172,21 +169,7 @@ CHECKS = {name: f for name, f in sorted(globals().items()) if name.startswith("c
 def run_all(rank, world, arg):
     namespace, names, root = arg
     pl = quiet_import(namespace)
-
-    def in_new_folder(check):
-        def run():
-            folder = Path(root, check.__name__)
-            folder.mkdir(exist_ok=True)
-            dist.barrier()
-            check(pl, folder)
-            dist.barrier()
-            if rank == 0:
-                shutil.rmtree(folder)
-
-        run.__name__ = check.__name__
-        return run
-
-    return run_checks([in_new_folder(CHECKS[n]) for n in names])
+    return run_checks([in_new_folder(CHECKS[name], root) for name in names], pl)
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,11 @@ def test_repeated_blocks_and_nothing_inside_or_beside_them():
     assert names(Wrapper(Transformer())) == ["model.blocks.0", "model.blocks.1", "model.blocks.2"]
 
 
+def test_blocks_between_other_modules_of_a_list():
+    root = Wrapper(nn.Sequential(nn.Linear(4, 4), Block(), Block(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))))
+    assert names(root) == ["model.1", "model.2"]
+
+
 def test_model_without_blocks_is_one_group():
     class Plain(nn.Module):
         def __init__(self):
@@ -62,6 +67,7 @@ def test_model_without_blocks_is_one_group():
 
 def test_layers_of_a_plain_stack_where_there_are_no_blocks():
     assert names(Wrapper(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))) == ["model.0", "model.2"]
+    assert names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ["0", "2"]
     assert names(Wrapper(nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2)))) == []
 
 
@@ -83,7 +89,7 @@ def test_experts_inside_a_block_stay_with_it():
     class Mixture(nn.Module):
         def __init__(self):
             super().__init__()
-            self.experts = nn.ModuleList([Block() for _ in range(4)])
+            self.experts = nn.ModuleList([nn.Sequential(Block(), Block()) for _ in range(4)])
 
         def forward(self, x):
             return self.experts[0](x)

@@ -9,6 +9,7 @@ entire step.
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -105,29 +106,31 @@ def _automatic(root: nn.Module) -> list[nn.Module]:
     named = [m for m in root.modules() if m is not root and type(m).__name__ in names]
     if named:
         return named
-    blocks = list(_repeated(root, leaves=False))
-    return blocks or list(_repeated(root, leaves=True))
+    blocks = list(_repeated(root, layers=False))
+    return blocks or list(_repeated(root, layers=True))
 
 
-def _repeated(module: nn.Module, *, leaves: bool, in_block: bool = False) -> Iterator[nn.Module]:
-    """Elements of lists of two or more modules of one class, outermost lists first.
+def _repeated(module: nn.Module, *, layers: bool, in_block: bool = False) -> Iterator[nn.Module]:
+    """Elements of lists, at ``module`` or below, whose class occurs at least twice in the list.
 
+    With ``layers`` these are plain layers and have the list to themselves; else they are blocks, modules of modules.
     Inside a block only ``Sequential`` is looked into, since all of it runs in every step. A ``ModuleList`` there
     may be a mixture of experts, where ranks run different elements: separate groups would wait for each other
     forever.
     """
+    if in_block and isinstance(module, nn.ModuleList):
+        return
+    if isinstance(module, _LISTS):
+        elements = [m for m in module.children() if has_forward(m) and next(m.parameters(), None) is not None]
+        count = Counter(type(m) for m in elements)
+        if layers:
+            chosen = elements if len(count) == 1 and len(elements) > 1 else []
+        else:
+            chosen = [m for m in elements if count[type(m)] > 1 and next(m.children(), None) is not None]
+        yield from chosen
+        in_block = in_block or bool(chosen)
     for child in module.children():
-        elements: set[int] = set()
-        if isinstance(child, _LISTS) and not (in_block and isinstance(child, nn.ModuleList)):
-            blocks = [m for m in dict.fromkeys(child.children()) if next(m.parameters(), None) is not None]
-            alike = len(blocks) > 1 and len({type(m) for m in blocks}) == 1 and has_forward(blocks[0])
-            if alike and (leaves or next(blocks[0].children(), None) is not None):
-                yield from blocks
-                elements = {id(m) for m in blocks}
-        if leaves and (elements or in_block):
-            continue
-        for grandchild in child.children() if elements else [child]:
-            yield from _repeated(grandchild, leaves=leaves, in_block=in_block or bool(elements))
+        yield from _repeated(child, layers=layers, in_block=in_block)
 
 
 def _owners(root: nn.Module) -> dict[int, set[int]]:

@@ -26,7 +26,7 @@ _Host: Any = object
 _OFFLOAD_BACKEND = "cpu:gloo,cuda:nccl"
 
 
-class TideStrategyBase(_Host):  # type: ignore[misc]
+class TideStrategyBase(_Host):
     """Mixed in before a ``ModelParallelStrategy`` of any of the four namespaces."""
 
     def _take_options(

@@ -1,0 +1,122 @@
+"""Scripts as users write them, started as users start them: Lightning's launcher makes the other process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tide_strategies
+
+ROOT = Path(tide_strategies.__file__).parents[1]
+
+TRAINER = """
+import torch
+import {pl} as pl
+{imports}
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+
+    def forward(self, x):
+        return x + self.linear(x)
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(Block(), Block(), torch.nn.Linear(8, 1))
+
+    def training_step(self, batch, index):
+        if {fail} and self.trainer.global_step == 2 and self.global_rank == 1:
+            raise LookupError("made to fail")
+        return self.net(batch[0]).pow(2).mean()
+
+    def validation_step(self, batch, index):
+        self.log("val_loss", self.net(batch[0]).pow(2).mean(), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+if __name__ == "__main__":
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 8)), batch_size=2)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices={devices}, strategy={strategy}, max_epochs=2, accumulate_grad_batches=2,
+        gradient_clip_val=1.0, logger=False, enable_progress_bar=False,
+    )
+    module = Module()
+    trainer.fit(module, data, data)
+    trainer.validate(module, data, verbose=False)
+    trainer.save_checkpoint("last.ckpt")
+    print("STEPS", trainer.global_step, flush=True)
+"""
+
+FABRIC = """
+import torch
+from {fabric} import Fabric
+
+if __name__ == "__main__":
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="tide_fsdp")
+    fabric.launch()
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    for step in range(4):
+        fabric.backward(model(torch.randn(4, 8)).pow(2).mean())
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.save("last.ckpt", {{"model": model}})
+    print("STEPS", step + 1, flush=True)
+"""
+
+
+def run(folder, script):
+    (folder / "train.py").write_text(script)
+    # A checkout that is not installed has no entry point; then the search path stands in for the installation.
+    path = [str(ROOT), *([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])]
+    drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {k: v for k, v in os.environ.items() if k not in drop}
+    env.update(PYTHONPATH=os.pathsep.join(path), OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+    return subprocess.run(
+        [sys.executable, "train.py"], cwd=folder, env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+def check(done, folder, groups, ranks=2, steps=4):
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(f"STEPS {steps}") == ranks, done.stdout
+    said = done.stdout + done.stderr
+    assert said.count("TIDE: ") == 1, said
+    assert f"of {groups} groups accelerated" in said, said
+    assert (folder / "last.ckpt").is_file()
+
+
+# Where the package is installed the script needs no import of ours (tests/unit/test_autoload.py proves that part).
+IMPORT = "import tide_strategies"
+
+
+def test_by_name(tmp_path):
+    script = TRAINER.format(pl="lightning.pytorch", imports=IMPORT, strategy="'tide_fsdp'", devices=2, fail=False)
+    check(run(tmp_path, script), tmp_path, groups=3)
+
+
+def test_by_instance_in_the_standalone_namespace(tmp_path):
+    pytest.importorskip("pytorch_lightning")
+    imports = "from tide_strategies import TideFSDPStrategy"
+    strategy = "TideFSDPStrategy(auto_wrap_policy={Block}, min_num_params=10, timeout_s=60)"
+    script = TRAINER.format(pl="pytorch_lightning", imports=imports, strategy=strategy, devices=2, fail=False)
+    check(run(tmp_path, script), tmp_path, groups=3)
+
+
+def test_fabric_by_name(tmp_path):
+    script = FABRIC.format(fabric="lightning.fabric").replace("import torch\n", f"import torch\n{IMPORT}\n", 1)
+    check(run(tmp_path, script), tmp_path, groups=3)
+
+
+def test_an_error_on_one_rank_ends_the_job(tmp_path):
+    script = TRAINER.format(pl="lightning.pytorch", imports=IMPORT, strategy="'tide_fsdp'", devices=2, fail=True)
+    done = run(tmp_path, script.replace("'tide_fsdp'", "__import__('tide_strategies').TideFSDPStrategy(timeout_s=10)"))
+    assert done.returncode != 0
+    assert "made to fail" in done.stderr
