@@ -53,7 +53,7 @@ class Engine:
 
     def add_slot(self, nbytes: int, part: str) -> tuple[int, int]:
         """Reserve a landing slot on every rank; returns its number and its offset in the arena."""
-        offset = self.arena.grow(nbytes, part=part)
+        offset = self.arena.grow(max(nbytes, 1), part=part)  # a landing has an address even where nothing lands
         index = self._slots_used
         self._slots_used += 1
         return index, offset

@@ -33,7 +33,7 @@ class Landing:
 
     def __init__(self, arena: _native.Arena, nbytes: int) -> None:
         self._arena = arena
-        self.window = _native.Window(nbytes)
+        self.window = _native.Window(max(nbytes, 1))
         self.slot: Slot | None = None
         self._last: Slot | None = None
         self._mapped: Slot | None = None
