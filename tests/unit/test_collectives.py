@@ -27,44 +27,48 @@ def gradient_tag(call: int, item: Item):
 
 
 @settings(max_examples=60, deadline=None)
-@given(layouts, seeds, st.sampled_from([1, 2, 3]))
-def test_all_gather_lands_every_shard_and_never_overwrites_one_in_use(layout, seed, slots) -> None:
+@given(layouts, seeds, st.sampled_from([1, 2, 3]), st.booleans())
+def test_all_gather_lands_every_shard_and_never_overwrites_one_in_use(layout, seed, slots, shared) -> None:
     n = layout.ranks
     topology = Topology(1, n)
-    machine = Machine(n, n, seed)
+    machine = Machine(n, n, seed, shared_landing=shared)
     item = Item.F32
-    schedules = [all_gather(layout, topology, r, [item] * len(layout.params)) for r in range(n)]
+    items = [item] * len(layout.params)
+    schedules = [all_gather(layout, topology, r, items, shared_landing=shared) for r in range(n)]
+    first = ["copy"] if shared else ["cast", "copy"]
     calls = 4
     work: list[list] = [[] for _ in range(n)]
     checked = []
 
-    def check(number: int) -> None:
+    def check(number: int, rank: int) -> None:
         for p, shape in enumerate(layout.params):
             for owner in range(n):
                 for i in range(layout.valid_items(p, owner)):
                     at = layout.landing_offset(p, owner) + i * shape.itemsize
-                    tag = machine.read(0, Space.LANDING, number % slots, at)
+                    tag = machine.read(rank, Space.LANDING, number % slots, at)
                     assert tag == ("shard", number, owner, p, i)
         checked.append(number)
 
     for r in range(n):
         for c in range(calls):
             call = Call(schedules[r], shard_tag(c, item), landing=c % slots)
-            work[r] += [(call, "copy"), (call, "completion"), partial(check, c), (call, "readiness")]
-    machine.run(work)
+            work[r] += [*((call, s) for s in first), (call, "completion"), partial(check, c, r), (call, "readiness")]
+    machine.run(list(enumerate(work)))
     assert sorted(checked) == sorted(list(range(calls)) * n)
 
 
 @settings(max_examples=80, deadline=None)
-@given(layouts, seeds, st.sampled_from([16, 32, 80]), st.sampled_from([Item.F32, Item.BF16]))
-def test_reduce_scatter_sums_every_contribution_once_in_the_promised_order(layout, seed, chunk, grad) -> None:
+@given(layouts, seeds, st.sampled_from([16, 32, 80]), st.sampled_from([Item.F32, Item.BF16]), st.booleans())
+def test_reduce_scatter_sums_every_contribution_once_in_the_promised_order(
+    layout, seed, chunk, grad, one_thread
+) -> None:
     n = layout.ranks
     topology = Topology(1, n)
     machine = Machine(n, n, seed)
     schedules = [reduce_scatter(layout, topology, r, grad=grad, output=Item.F32, chunk_bytes=chunk) for r in range(n)]
     calls = 3
-    work = [[(Call(schedules[r], gradient_tag(c, grad), key=c), "main") for c in range(calls)] for r in range(n)]
-    machine.run(work)
+    made = [[Call(schedules[r], gradient_tag(c, grad), key=c) for c in range(calls)] for r in range(n)]
+    machine.run([(r, [(c, s) for c in made[r]]) for r in range(n) for s in schedules[r].streams])
     for c in range(calls):
         for r in range(n):
             for p in range(len(layout.params)):
@@ -104,7 +108,7 @@ def test_a_lost_notify_is_a_deadlock() -> None:
     schedules[0] = _without(schedules[0], "main", Notify, 0)
     machine = Machine(2, 2, 0)
     with pytest.raises(ReplayError, match="deadlock"):
-        machine.run([[(Call(s, gradient_tag(0, Item.F32)), "main")] for s in schedules])
+        machine.run([(r, [(Call(s, gradient_tag(0, Item.F32)), "main")]) for r, s in enumerate(schedules)])
 
 
 def test_a_lost_wait_is_seen_under_some_interleaving() -> None:
@@ -116,7 +120,8 @@ def test_a_lost_wait_is_seen_under_some_interleaving() -> None:
 
     def fails(seed: int) -> bool:
         try:
-            Machine(2, 2, seed).run([[(Call(s, gradient_tag(0, Item.F32)), "main")] for s in schedules])
+            work = [(r, [(Call(s, gradient_tag(0, Item.F32)), "main")]) for r, s in enumerate(schedules)]
+            Machine(2, 2, seed).run(work)
         except ReplayError:
             return True
         return False
@@ -164,5 +169,5 @@ def test_reuse_keeps_the_next_all_gather_out_of_the_slot(layout, seed) -> None:
             again = Call(reuse(topology, r), shard_tag(-1, Item.F32))
             work[r] += [(first, "copy"), (first, "completion"), partial(check, number), (first, "readiness")]
             work[r] += [(again, "completion"), partial(check, number), (again, "readiness")]
-    machine.run(work)
+    machine.run(list(enumerate(work)))
     assert sorted(checked) == sorted([0, 0, 1, 1] * n)

@@ -1,16 +1,18 @@
 """The all-gather: every shard is written once, at its final address (paper, section 3).
 
-Three streams keep three conditions apart (section 3.2): ``copy`` waits until the landing is free on every local rank
-and writes the own shards; ``completion`` waits until every local rank has written; ``readiness`` is run when this
-rank has vacated the landing, and lets the next user of it in.
+Streams keep conditions apart (section 3.2): ``copy`` waits until the landing is free on every local rank and writes the
+own shards; ``completion`` waits until every local rank has written; ``readiness`` is run when this rank has vacated the
+landing, and lets the next user of it in. Where each rank has a landing of its own, ``cast`` comes first and puts the
+own shards into the own landing, which needs nobody's leave, and ``copy`` sends them on from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tide_strategies.collectives.schedule import (
     NODE,
+    SELF,
     Await,
     Copy,
     Counter,
@@ -47,11 +49,21 @@ def reuse(topology: Topology, rank: int) -> Schedule:
     )
 
 
-def all_gather(layout: GroupLayout, topology: Topology, rank: int, shard_items: Sequence[Item]) -> Schedule:
+def all_gather(
+    layout: GroupLayout, topology: Topology, rank: int, shard_items: Sequence[Item], *, shared_landing: bool = True
+) -> Schedule:
     """Build rank's schedule of the single-node all-gather with direct landing.
 
     INPUT p is rank's padded shard of parameter p with elements ``shard_items[p]``; LANDING 0 is the group's landing.
     A shard whose element differs from the landing's is cast on the way (fp32 masters to bf16).
+
+    Args:
+        layout: the group's geometry.
+        topology: one node.
+        rank: whose schedule.
+        shard_items: element of each shard.
+        shared_landing: the node's ranks see one landing (one write reaches all: shared memory, or multicast);
+            otherwise each has its own, and peers are written to one by one.
 
     Raises:
         ValueError: if the topology has several nodes or does not fit the layout, or a cast is not f32 <-> bf16.
@@ -67,29 +79,37 @@ def all_gather(layout: GroupLayout, topology: Topology, rank: int, shard_items: 
         if item.size != shape.itemsize and (item, shape.itemsize) not in _CAST:
             raise ValueError(f"no cast from a shard of {item.value} to landing items of {shape.itemsize} bytes")
     peers = [r for r in topology.node_ranks(rank) if r != rank]
-    copies: list[Op] = []
-    for p, (shape, item) in enumerate(zip(layout.params, shard_items, strict=True)):
-        items = layout.valid_items(p, rank)
-        if items == 0:
-            continue
-        landing = item if item.size == shape.itemsize else _CAST[item, shape.itemsize]
-        copies.append(
-            Copy(
-                src=Ref(Space.INPUT, p),
-                dst=Ref(Space.LANDING, 0, layout.landing_offset(p, rank), NODE),
-                items=items,
-                src_item=item,
-                dst_item=landing,
-            )
-        )
+    place = list(_place(layout, rank, shard_items, NODE if shared_landing else SELF))
+    send = place if shared_landing else list(_send(layout, topology, rank))
+    streams: dict[str, tuple[Op, ...]] = {} if shared_landing else {"cast": tuple(place)}
+    streams["copy"] = (*(Await(VACATED, w, 0) for w in peers), *send, Notify(LANDED))
+    streams["completion"] = tuple(Await(LANDED, w, 1) for w in peers)
+    streams["readiness"] = (Notify(VACATED),)
     return Schedule(
         name="all-gather",
         rank=rank,
         ranks=topology.ranks,
-        streams={
-            "copy": (*(Await(VACATED, w, 0) for w in peers), *copies, Notify(LANDED)),
-            "completion": tuple(Await(LANDED, w, 1) for w in peers),
-            "readiness": (Notify(VACATED),),
-        },
+        streams=streams,
         advance={(c, w): 1 for c in (VACATED, LANDED) for w in topology.node_ranks(rank)},
     )
+
+
+def _place(layout: GroupLayout, rank: int, shard_items: Sequence[Item], at: int) -> Iterator[Copy]:
+    """Each own shard to its place in the landing, cast if need be."""
+    for p, (shape, item) in enumerate(zip(layout.params, shard_items, strict=True)):
+        items = layout.valid_items(p, rank)
+        if items:
+            landing = item if item.size == shape.itemsize else _CAST[item, shape.itemsize]
+            offset = layout.landing_offset(p, rank)
+            yield Copy(Ref(Space.INPUT, p), Ref(Space.LANDING, 0, offset, at), items, item, landing)
+
+
+def _send(layout: GroupLayout, topology: Topology, rank: int) -> Iterator[Copy]:
+    """Each own shard from the own landing to the same place in every peer's, the next rank first."""
+    for step in range(1, topology.local_ranks):
+        peer = topology.rank(topology.node_of(rank), (topology.local_of(rank) + step) % topology.local_ranks)
+        for p, shape in enumerate(layout.params):
+            items = layout.valid_items(p, rank)
+            if items:
+                offset, item = layout.landing_offset(p, rank), Item.of_size(shape.itemsize)
+                yield Copy(Ref(Space.LANDING, 0, offset), Ref(Space.LANDING, 0, offset, peer), items, item, item)

@@ -74,12 +74,21 @@ def chunks(layout: GroupLayout, owner: int, item: Item, chunk_bytes: int) -> lis
 
 
 def reduce_scatter(
-    layout: GroupLayout, topology: Topology, rank: int, *, grad: Item, output: Item, chunk_bytes: int
+    layout: GroupLayout,
+    topology: Topology,
+    rank: int,
+    *,
+    grad: Item,
+    output: Item,
+    chunk_bytes: int,
+    interleave: bool = True,
 ) -> Schedule:
     """Build rank's schedule of the single-node reduce-scatter.
 
     INPUT p is the unsharded gradient of parameter p, contiguous (D, K) elements ``grad``; OUTPUT 0 is the packed shard
     of ``layout.output_items`` elements ``output``; STAGING 0 of every rank holds ``memory[STAGING, 0]`` bytes.
+    With ``interleave`` one stream ``main`` alternates pushes and sums, one chunk apart, for a single thread to run;
+    without, ``push`` and ``sum`` run side by side.
 
     Raises:
         ValueError: if the topology has several nodes or does not fit the layout, if ``grad`` or ``output`` is not
@@ -100,7 +109,7 @@ def reduce_scatter(
         name="reduce-scatter",
         rank=rank,
         ranks=topology.ranks,
-        streams={"main": tuple(build.operations())},
+        streams={"main": tuple(build.interleaved())} if interleave else build.side_by_side(),
         advance={key: n for key, n in advance.items() if n},
         memory={(Space.STAGING, 0): BANKS * (topology.ranks - 1) * chunk_bytes},
     )
@@ -118,14 +127,23 @@ class _Builder:
     def senders(self, owner: int) -> list[int]:
         return [r for r in range(self.ranks) if r != owner]
 
-    def operations(self) -> Iterator[Op]:
+    def interleaved(self) -> Iterator[Op]:
         """Push one chunk ahead of the sums, so that peers seldom wait."""
-        steps = max(len(c) for c in self.chunks.values())
         yield from self._push(0)
-        for c in range(steps):
+        for c in range(self._steps):
             yield from self._push(c + 1)
             yield from self._sum(c)
         yield from self._zero_padding()
+
+    def side_by_side(self) -> dict[str, tuple[Op, ...]]:
+        """All pushes on one stream, all sums on another; the counters keep them in step."""
+        push = tuple(op for c in range(self._steps) for op in self._push(c))
+        sums = tuple(op for c in range(self._steps) for op in self._sum(c))
+        return {"push": push, "sum": (*self._zero_padding(), *sums)}
+
+    @property
+    def _steps(self) -> int:
+        return max(len(c) for c in self.chunks.values())
 
     def _staging(self, owner: int, sender: int, chunk: int, at: int) -> Ref:
         slot = sender - (sender > owner)
@@ -152,7 +170,7 @@ class _Builder:
                     src_item=self.grad,
                     dst_item=self.grad,
                 )
-            yield Notify(pushed(owner))
+            yield Notify(pushed(owner), owner)
 
     def _sum(self, c: int) -> Iterator[Op]:
         if c >= len(self.chunks[self.rank]):

@@ -4,10 +4,11 @@ A schedule is data: for one rank, ordered lists of small operations on named str
 replays it, the simulator times it. Operands are symbolic (:class:`Ref`), so a schedule is built once per parameter
 group and replayed with fresh addresses.
 
-**Counters** carry all synchronisation. A counter has one cell per rank that writes it; a cell only grows, and only its
-writer changes it. ``Notify`` adds to the own cell; ``Await(counter, writer, count)`` waits until the writer's cell has
-reached ``count`` more than the total that all *earlier* calls add to it (``Schedule.advance`` says how much one call
-adds). So ``count == 0`` means "all earlier calls are through", and the same schedule serves every call.
+**Counters** carry all synchronisation. A counter has one cell per rank that writes it, which the ranks that it notifies
+can see; a cell only grows, and only its writer changes it. ``Notify`` adds 1 to the own cell;
+``Await(counter, writer, count)`` waits until the writer's cell has reached ``count`` more than the total that all
+*earlier* calls add to it (``Schedule.advance`` says how much one call adds). So ``count == 0`` means "all earlier calls
+are through", and the same schedule serves every call.
 """
 
 from __future__ import annotations
@@ -141,9 +142,10 @@ class Zero:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Add 1 to the own cell of a counter, visible to every rank that awaits it."""
+    """Add 1 to the own cell of a counter, as rank ``to`` sees it (NODE: every rank of this node)."""
 
     counter: Counter
+    to: int = NODE
 
 
 @dataclass(frozen=True, slots=True)

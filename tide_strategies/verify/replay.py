@@ -51,6 +51,7 @@ class Call:
     key: int = 0
     totals: dict[tuple[Counter, int], int] = field(default_factory=dict)
     events: set[str] = field(default_factory=set)
+    begun: bool = False
 
 
 #: One step of a rank: a stream of a call, or a function run between others (to look at memory, say).
@@ -58,48 +59,57 @@ Step = tuple[Call, str] | Callable[[], None]
 
 
 class Machine:
-    """Memory and counters of ``ranks`` ranks, ``local_ranks`` to a node; NODE memory is one copy a node."""
+    """Memory and counters of ``ranks`` ranks, ``local_ranks`` to a node.
 
-    def __init__(self, ranks: int, local_ranks: int, seed: int) -> None:
+    With ``shared_landing`` a node has one landing, which NODE means; otherwise every rank has its own.
+    """
+
+    def __init__(self, ranks: int, local_ranks: int, seed: int, *, shared_landing: bool = True) -> None:
+        self.shared_landing = shared_landing
         self.ranks, self.local_ranks = ranks, local_ranks
         self.random = random.Random(seed)
         self.memory: dict[tuple[int, Space, int, int], dict[int, Tag]] = {}
-        self.cells: dict[tuple[Counter, int], int] = {}
+        self.cells: dict[tuple[Counter, int, int], int] = {}  # (counter, writer, who sees it)
         self.totals: list[dict[tuple[Counter, int], int]] = [{} for _ in range(ranks)]
 
-    def run(self, work: Sequence[Sequence[Step]]) -> None:
-        """Run each rank's list of (call, stream), or of functions to call, to its end; ranks interleave at random."""
-        threads = {r: self._thread(r, list(work[r])) for r in range(self.ranks)}
+    def run(self, work: Sequence[tuple[int, Sequence[Step]]]) -> None:
+        """Run threads of work, each a rank and its steps in order, to their end; threads interleave at random.
+
+        A rank may have several threads: streams that run side by side. They take up its calls in the same order.
+        """
+        threads = {i: self._thread(rank, steps) for i, (rank, steps) in enumerate(work)}
+        ranks = [rank for rank, _ in work]
         waiting: dict[int, tuple[Counter, int, int] | None] = dict.fromkeys(threads)
         while threads:
-            ready = [r for r in threads if self._ready(waiting[r])]
+            ready = [i for i in threads if self._ready(ranks[i], waiting[i])]
             if not ready:
-                stuck = {r: f"awaits {w[0]} of rank {w[1]} at {w[2]}" for r, w in waiting.items() if w and r in threads}
-                raise ReplayError(f"deadlock: {stuck}")
-            rank = self.random.choice(ready)
+                stuck = [
+                    f"rank {ranks[i]} awaits {w[0]} of rank {w[1]} at {w[2]}" for i in threads if (w := waiting[i])
+                ]
+                raise ReplayError(f"deadlock: {'; '.join(stuck)}")
+            i = self.random.choice(ready)
             try:
-                waiting[rank] = next(threads[rank])
+                waiting[i] = next(threads[i])
             except StopIteration:
-                del threads[rank]
+                del threads[i]
 
     def read(self, rank: int, space: Space, index: int, offset: int, call: int = 0) -> Tag:
         """The tag at ``offset`` bytes of rank's memory."""
-        owner = rank if space is not Space.LANDING else self._node(rank)
+        owner = self._node(rank) if space is Space.LANDING and self.shared_landing else rank
         cell = self.memory.get((owner, space, index, call), {})
         if offset not in cell:
             raise ReplayError(f"rank {rank} reads {space.value}[{index}]+{offset}, which nobody wrote")
         return cell[offset]
 
-    def _thread(self, rank: int, work: list[Step]) -> Iterator[tuple[Counter, int, int] | None]:
-        begun: set[int] = set()
-        for step in work:
+    def _thread(self, rank: int, steps: Sequence[Step]) -> Iterator[tuple[Counter, int, int] | None]:
+        for step in steps:
             if callable(step):
                 yield None
                 step()
                 continue
             call, stream = step
-            if id(call) not in begun:
-                begun.add(id(call))
+            if not call.begun:
+                call.begun = True
                 totals = self.totals[rank]
                 call.totals = dict(totals)
                 for key, amount in call.schedule.advance.items():
@@ -113,8 +123,8 @@ class Machine:
                     yield None
                     self._do(rank, call, op)
 
-    def _ready(self, wait: tuple[Counter, int, int] | None) -> bool:
-        return wait is None or self.cells.get((wait[0], wait[1]), 0) >= wait[2]
+    def _ready(self, rank: int, wait: tuple[Counter, int, int] | None) -> bool:
+        return wait is None or self.cells.get((wait[0], wait[1], rank), 0) >= wait[2]
 
     @staticmethod
     def _bound(counter: Counter, call: Call) -> Counter:
@@ -148,7 +158,7 @@ class Machine:
         elif isinstance(op, Put):
             moved = {o: t for o, t in self._memory(rank, call, op.src).items() if 0 <= o - op.src.offset < op.nbytes}
             self._memory(rank, call, op.dst).update({o - op.src.offset + op.dst.offset: t for o, t in moved.items()})
-            self._notify(rank, op.signal, call)
+            self._notify(rank, op.signal, call, op.dst.at)
         elif isinstance(op, (Sum, Land)):
             size = op.src_item.size if isinstance(op, Sum) else 4
             sums = self._memory(rank, call, op.dst)
@@ -159,7 +169,7 @@ class Machine:
         elif isinstance(op, Zero):
             self._memory(rank, call, op.dst).update({op.dst.offset + i: () for i in range(op.nbytes)})
         elif isinstance(op, Notify):
-            self._notify(rank, op.counter, call)
+            self._notify(rank, op.counter, call, op.to)
         elif isinstance(op, Record):
             call.events.add(op.event)
         elif isinstance(op, WaitEvent):
@@ -168,6 +178,8 @@ class Machine:
         else:
             raise ReplayError(f"unknown operation {op!r}")
 
-    def _notify(self, rank: int, counter: Counter, call: Call) -> None:
-        key = (self._bound(counter, call), rank)
-        self.cells[key] = self.cells.get(key, 0) + 1
+    def _notify(self, rank: int, counter: Counter, call: Call, to: int) -> None:
+        node = self._node(rank)
+        for reader in range(node, node + self.local_ranks) if to == NODE else (to,):
+            key = (self._bound(counter, call), rank, reader)
+            self.cells[key] = self.cells.get(key, 0) + 1
