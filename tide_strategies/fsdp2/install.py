@@ -220,6 +220,6 @@ def _homes(engine: Engine, members: list[InstalledGroup], config: TideConfig) ->
     return [
         ring
         if ring is not None and m.group._reshard_after_forward
-        else Slot(*engine.add_slot(m.layout.landing_bytes, "pinned"))
+        else engine.add_slot(m.layout.landing_bytes, "pinned")
         for m in members
     ]

@@ -14,6 +14,7 @@ from tide_strategies.collectives.schedule import Counter, Schedule, Space
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.encode import Encoded, encode
 from tide_strategies.runtime.failure import failure
+from tide_strategies.runtime.slots import Landing, Slot
 from tide_strategies.topology import Topology
 
 #: Codes that a rank leaves in the arena's abort record.
@@ -51,12 +52,15 @@ class Engine:
         self._staging: list[_native.Mapping] = []
         self._calls: dict[int, str] = {}
 
-    def add_slot(self, nbytes: int, part: str) -> tuple[int, int]:
-        """Reserve a landing slot on every rank; returns its number and its offset in the arena."""
+    def add_slot(self, nbytes: int, part: str) -> Slot:
+        """Make a landing slot of ``nbytes`` on every rank, counted as ``part`` of the arena."""
         offset = self.arena.grow(max(nbytes, 1), part=part)  # a landing has an address even where nothing lands
-        index = self._slots_used
         self._slots_used += 1
-        return index, offset
+        return Slot(self._slots_used - 1, (self.arena.native, offset))
+
+    def landing(self, nbytes: int) -> Landing:
+        """A landing of ``nbytes``, not yet in any slot."""
+        return Landing(_native.Window(max(nbytes, 1)))
 
     def ensure_staging(self, nbytes: int) -> None:
         """Reserve ``nbytes`` of staging for every rank, mapped by all. Called once, before the first call."""

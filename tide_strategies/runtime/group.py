@@ -16,7 +16,7 @@ from tide_strategies.collectives.reduce_scatter import reduce_scatter
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.layout import GroupLayout
 from tide_strategies.runtime.engine import Collective, Engine
-from tide_strategies.runtime.slots import Landing, Slot, SlotRing
+from tide_strategies.runtime.slots import Slot, SlotRing
 
 #: Bytes of one contribution staged at a time: large enough that a wait per chunk costs nothing beside the copying,
 #: small enough that what a rank pushes is still in the shared cache when its owner reads it.
@@ -59,7 +59,7 @@ class GroupCollectives:
     ) -> None:
         self.name, self.layout = name, layout
         self.all_gathers, self.reduce_scatters = Tally(), Tally()
-        self.landing = Landing(engine.arena.native, layout.landing_bytes)
+        self.landing = engine.landing(layout.landing_bytes)
         self._engine, self._home, self._chunk_bytes = engine, home, chunk_bytes
         self._label = f"all-gather of {name!r}"
         schedule = all_gather(layout, engine.topology, engine.rank, shard_items)

@@ -13,27 +13,47 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from tide_strategies import _native
+
+class Window(Protocol):
+    """A range of virtual addresses that can be backed by one slot's memory or another's (``_native.Window``)."""
+
+    @property
+    def address(self) -> int:
+        """Where the range begins."""
+
+    def map(self, *backing: Any) -> None:
+        """Back the window with the memory that ``backing`` names."""
+
+    def poison(self) -> None:
+        """Make the window read NaN."""
+
+    def tensor(self, byte_offset: int, numel: int, dtype: str) -> Any:
+        """A DLPack object over part of the window."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """A range of the arena that backs one landing at a time."""
+    """Memory that backs one landing at a time.
+
+    Args:
+        index: number of the slot, alike on all ranks.
+        backing: what a window is mapped to.
+    """
 
     index: int
-    offset: int
+    backing: tuple[Any, ...]
     occupant: Landing | None = None
     vacated_at: int = 0
     holds: Landing | None = None  # whose values the memory shows, also after they were vacated
 
 
 class Landing:
-    """A group's unsharded parameters: ``nbytes`` at one virtual address."""
+    """A group's unsharded parameters, at the one virtual address of ``window``."""
 
-    def __init__(self, arena: _native.Arena, nbytes: int) -> None:
-        self._arena = arena
-        self.window = _native.Window(max(nbytes, 1))
+    def __init__(self, window: Window) -> None:
+        self.window = window
         self.slot: Slot | None = None
         self._last: Slot | None = None
         self._mapped: Slot | None = None
@@ -51,7 +71,7 @@ class Landing:
     def occupy(self, slot: Slot) -> None:
         """Back the landing with ``slot``."""
         if self._mapped is not slot:
-            self.window.map(self._arena, slot.offset)
+            self.window.map(*slot.backing)
             self._mapped = slot
         self._last = slot
         self.slot, slot.occupant, slot.holds = slot, self, self
@@ -70,14 +90,14 @@ class SlotRing:
     """Slots of equal size that landings rotate through.
 
     Args:
-        grow: reserves one more slot on every rank and returns its (counter index, arena offset).
+        grow: makes one more slot on every rank.
         slots: slots to begin with.
         poison: make vacated landings read NaN.
     """
 
-    def __init__(self, grow: Callable[[], tuple[int, int]], slots: int, poison: bool = False) -> None:
+    def __init__(self, grow: Callable[[], Slot], slots: int, poison: bool = False) -> None:
         self._grow, self._poison = grow, poison
-        self._slots = [Slot(*grow()) for _ in range(slots)]
+        self._slots = [grow() for _ in range(slots)]
         self._clock = 0
 
     def __len__(self) -> int:
@@ -98,6 +118,6 @@ class SlotRing:
         landing.vacate(self._clock, self._poison)
 
     def _add(self) -> Slot:
-        slot = Slot(*self._grow())
+        slot = self._grow()
         self._slots.append(slot)
         return slot
