@@ -47,14 +47,25 @@ def agree_on_groups(
     for group in groups:
         exchange = process_group_exchange(group, timeout_s, "the agreement on the model's parameter groups")
         stated = exchange_json(exchange, {"groups": list(described), "codes": current})
-        _same(group, [{f"group {i}": g for i, g in enumerate(s["groups"])} for s in stated], "parameter")
         ranks = dist.get_process_group_ranks(group)
+        for rank, theirs in zip(ranks, stated, strict=True):
+            _check_form(rank, theirs)
+        _same(group, [{f"group {i}": g for i, g in enumerate(s["groups"])} for s in stated], "parameter")
         for i in range(len(current)):
             other = next(((r, s["codes"][i]) for r, s in zip(ranks, stated, strict=True) if s["codes"][i] != OK), None)
             if other is not None and current[i] == OK:
                 verdict = fallback("TIDE-F025", f"rank {other[0]} has {other[1]}")
                 out[i], current[i] = verdict, verdict.code  # the code is passed on along the next mesh dimension
     return out
+
+
+def _check_form(rank: int, stated: Any) -> None:
+    groups, codes = (stated.get("groups"), stated.get("codes")) if isinstance(stated, dict) else (None, None)
+    if not isinstance(groups, list) or not isinstance(codes, list) or len(groups) != len(codes):
+        raise TideMismatchError(
+            f"TIDE: rank {rank} states its parameter groups in a form that is not known here: {_short(stated)}. "
+            f"Every rank must run the same version of TIDE."
+        )
 
 
 def _same(group: dist.ProcessGroup, stated: Sequence[Mapping[str, Any]], what: str) -> None:
@@ -64,9 +75,14 @@ def _same(group: dist.ProcessGroup, stated: Sequence[Mapping[str, Any]], what: s
         if difference is not None:
             name, first, other = difference
             raise TideMismatchError(
-                f"TIDE: ranks disagree on {what} {name!r}: rank {ranks[0]} has {first!r}, "
-                f"rank {ranks[i]} has {other!r}. Give every rank the same model and the same options."
+                f"TIDE: ranks disagree on {what} {name!r}: rank {ranks[0]} has {_short(first)}, "
+                f"rank {ranks[i]} has {_short(other)}. Give every rank the same model and the same options."
             )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _first_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any] | None:
