@@ -6,12 +6,12 @@ groups get their collectives from it (``runtime/group.py``).
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 
 from tide_strategies import _native
-from tide_strategies.collectives.schedule import Counter, Schedule, Space
+from tide_strategies.collectives.schedule import Schedule, Space
 from tide_strategies.runtime.arena import SharedArena
+from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.encode import Encoded, encode
 from tide_strategies.runtime.failure import failure
 from tide_strategies.runtime.slots import Landing, Slot
@@ -45,12 +45,10 @@ class Engine:
         timeout_s: float,
     ) -> None:
         self.rank, self.topology, self.timeout_s = rank, topology, timeout_s
-        fixed = 2 + topology.ranks
-        self._slot_counters = range(fixed, fixed + slots)
+        self.book = CallBook(topology.ranks, slots)
         self._slots_used = 0
-        self.arena = SharedArena.create(exchange, rank, topology.ranks, fixed + slots, timeout_s)
+        self.arena = SharedArena.create(exchange, rank, topology.ranks, self.book.counters, timeout_s)
         self._staging: list[_native.Mapping] = []
-        self._calls: dict[int, str] = {}
 
     def add_slot(self, nbytes: int, part: str) -> Slot:
         """Make a landing slot of ``nbytes`` on every rank, counted as ``part`` of the arena."""
@@ -74,35 +72,18 @@ class Engine:
         """Make a schedule callable. ``label`` names it in messages, for example "all-gather of 'blocks.3'"."""
         return Collective(self, encode(schedule, inputs), label)
 
-    def tag(self, label: str) -> int:
-        """A number for what a call does, alike on all ranks, by which peers notice that they disagree."""
-        tag = zlib.crc32(label.encode()) or 1
-        self._calls[tag] = label
-        return tag
-
-    def physical_counter(self, counter: Counter) -> int:
-        """Index of a counter in the arena; a slot's counter is chosen per call instead."""
-        if counter.name == "pushed":
-            return 2 + counter.index
-        return {"landed": 0, "consumed": 1, "vacated": -1}[counter.name]
-
-    def slot_counter(self, slot: int) -> int:
-        """Index of a slot's "vacated" counter in the arena."""
-        return self._slot_counters[slot]
-
     def staging_address(self, rank: int) -> int:
         """Address of a rank's staging in this process."""
         return self._staging[rank].address
 
-    def raise_failure(self, outcome: _native.Outcome, encoded: Encoded, label: str) -> None:
+    def raise_failure(self, outcome: _native.Outcome, label: str) -> None:
         """Tell every rank that this one stops, then raise."""
-        names = {self.physical_counter(c): str(c) for c in encoded.counters}
         error = failure(
             outcome,
             rank=self.rank,
             call=label,
-            counter=f"counter {names.get(outcome.counter, 'vacated')}",
-            peer_call=f"call {outcome.peer_seq}: {self._calls.get(outcome.peer_tag, 'an unknown collective')}",
+            counter=f"counter {self.book.counter_name(outcome.counter)}",
+            peer_call=f"call {outcome.peer_seq}: {self.book.label(outcome.peer_tag)}",
             timeout_s=self.timeout_s,
             aborted=self.arena.native.aborted(),
         )
@@ -120,7 +101,6 @@ class Collective:
 
     def __init__(self, engine: Engine, encoded: Encoded, label: str) -> None:
         self._engine, self._encoded, self.label = engine, encoded, label
-        self._counters = [engine.physical_counter(c) for c in encoded.counters]
         self._streams = encoded.streams
 
     @property
@@ -136,9 +116,12 @@ class Collective:
             for space, _, at in self._encoded.bases
         ]
 
+    def _counters(self, slot: int = 0) -> list[int]:
+        return [self._engine.book.counter(c, slot) for c in self._encoded.counters]
+
     def begin(self, inputs: Sequence[int], others: Sequence[int], tag: int, slot: int) -> _native.Call:
         """Take the next place in the order of calls, to run stream by stream with :meth:`run`."""
-        counters = [c if c >= 0 else self._engine.slot_counter(slot) for c in self._counters]
+        counters = self._counters(slot)
         return self._encoded.program.begin(self._engine.arena.native, [*inputs, *others], counters, tag, 1.0)
 
     def run(self, call: _native.Call, stream: str) -> float:
@@ -150,15 +133,15 @@ class Collective:
         """
         outcome = call.run(self._streams[stream], self._engine.timeout_s)
         if outcome.status != "ok":
-            self._engine.raise_failure(outcome, self._encoded, self.label)
+            self._engine.raise_failure(outcome, self.label)
         return outcome.waited_s
 
     def replay(self, inputs: Sequence[int], others: Sequence[int], tag: int, divisor: float) -> float:
         """Run a whole call; returns the seconds it waited for peers. Raises like :meth:`run`."""
         engine = self._engine
         outcome = self._encoded.program.replay(
-            engine.arena.native, [*inputs, *others], self._counters, tag, divisor, engine.timeout_s
+            engine.arena.native, [*inputs, *others], self._counters(), tag, divisor, engine.timeout_s
         )
         if outcome.status != "ok":
-            engine.raise_failure(outcome, self._encoded, self.label)
+            engine.raise_failure(outcome, self.label)
         return outcome.waited_s

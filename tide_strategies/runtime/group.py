@@ -83,7 +83,7 @@ class GroupCollectives:
         """
         start = time.perf_counter()
         slot = self._occupy()
-        tag = self._engine.tag(f"{self._label} into slot {slot.index}")
+        tag = self._engine.book.tag(f"{self._label} into slot {slot.index}")
         call = self._all_gather.begin(shards, self._landing_address, tag, slot.index)
         self._running, self._versions = (self._all_gather, call), versions
         self.all_gathers.wait_seconds += self._all_gather.run(call, "copy")
@@ -98,7 +98,7 @@ class GroupCollectives:
     def reuse(self) -> None:
         """Use the landing again in the place of an all-gather. Only if :meth:`reusable`."""
         slot = self._occupy()
-        tag = self._engine.tag(f"{self._reuse.label} in slot {slot.index}")
+        tag = self._engine.book.tag(f"{self._reuse.label} in slot {slot.index}")
         self._running = (self._reuse, self._reuse.begin((), (), tag, slot.index))
         self.all_gathers.reused += 1
 
@@ -167,7 +167,7 @@ class GroupCollectives:
             for r in range(layout.ranks)
             if r != engine.rank
         )
-        return _Reduction(engine.collective(schedule, len(params), label), engine.tag(label), sent)
+        return _Reduction(engine.collective(schedule, len(params), label), engine.book.tag(label), sent)
 
 
 @dataclass(frozen=True)
