@@ -132,7 +132,7 @@ void Program::check_op(size_t index) {
       const auto n = static_cast<int64_t>(sources_.size());
       w.between(6, 1, n, "a number of sources");
       w.between(7, 0, n - w[6], "a first source");
-      w.between(8, 0, 1, "flags");
+      w.between(8, 0, kAccumulate | kScaled, "flags");
       w.extent(3, w[2], 1, w[3], 0, dtype_bytes(w[5]));
       for (int64_t k = w[7]; k < w[7] + w[6]; ++k)
         w.extent(3, sources_[static_cast<size_t>(k)].offset, 1, w[3], 0, dtype_bytes(w[4]));
@@ -147,6 +147,8 @@ void Program::check_op(size_t index) {
     case kNotify:
       w.counter(1, n_counters_);
       w.between(2, 0, INT32_MAX, "an amount");
+      if (w[3] == -1) bad_word(index, 3, w[3], "a reader rank, or -2 for all other ranks");
+      w.between(3, kEveryOther, int64_t{kMaxRanks} - 1, "a reader rank, or -2 for all other ranks,");
       return;
     case kAwait:
       w.counter(1, n_counters_);

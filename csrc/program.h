@@ -17,6 +17,9 @@ constexpr size_t kWordsPerOp = 12;
 using Op = std::array<int64_t, kWordsPerOp>;
 
 enum Opcode : int64_t { kCopy = 0, kSum = 1, kZero = 2, kNotify = 3, kAwait = 4 };
+enum SumFlag : int64_t { kAccumulate = 1, kScaled = 2 };
+// Reader of a notification; shared memory has one cell for all readers and ignores the word.
+constexpr int64_t kEveryOther = -2;
 enum DType : int64_t { kFp32 = 0, kBf16 = 1, kRaw = 2 };
 
 constexpr int64_t dtype_bytes(int64_t dtype) { return dtype == kFp32 ? 4 : dtype == kBf16 ? 2 : 1; }

@@ -96,8 +96,8 @@ void Call::sum(const Op& op, std::vector<const void*>& scratch) const {
   job.elements = static_cast<size_t>(op[3]);
   job.src_bf16 = op[4] == kBf16;
   job.dst_bf16 = op[5] == kBf16;
-  job.accumulate = (op[8] & 1) != 0;
-  job.scale = scale_;
+  job.accumulate = (op[8] & kAccumulate) != 0;
+  job.scale = (op[8] & kScaled) != 0 ? scale_ : Scale::kNone;
   job.factor = factor_;
   kernels().sum(job);
 }

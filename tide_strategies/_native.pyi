@@ -148,11 +148,11 @@ class Program:
             src dtype, dst dtype (0 fp32, 1 bf16, 2 raw bytes; offsets and pitches in bytes)
 
             1 sum: dst base, dst offset, elements, src dtype, dst dtype, number of sources, index of the first
-            source, flags (1: add to what dst holds). fp32, in source order, then divided by the call's divisor
+            source, flags (1: add to what dst holds; 2: divide by the call's divisor before that). fp32, in source order
 
             2 zero: dst base, dst offset, bytes
 
-            3 notify: counter, amount
+            3 notify: counter, amount, reader rank (-2: every other rank; all the same here, where readers share cells)
 
             4 await: counter, writer rank, count (relative to the counter's total over all earlier calls)
         sources: pairs of little-endian int64: base, byte offset.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_native_program import BF16, COPY, FP32, RAW, SUM, ZERO, encode
+from test_native_program import ACCUMULATE, BF16, COPY, FP32, RAW, SCALED, SUM, ZERO, encode
 
 from tide_strategies import _native
 
@@ -115,7 +115,7 @@ def test_sum_has_the_promised_order_and_one_rounding_per_addition(arena, variant
         # Every operand starts `shift` bytes into its buffer: nothing may rely on alignment.
         inputs = [np.frombuffer(b"\0" * shift + bits_of(w, src).tobytes() + b"\xaa" * 8, np.uint8) for w in wide]
         out = np.frombuffer(bytearray(b"\xbb" * shift + bits_of(old, dst).tobytes() + b"\xbb" * 8), np.uint8)
-        op = [SUM, n_sources, shift, elements, src, dst, n_sources, 0, int(accumulate)]
+        op = [SUM, n_sources, shift, elements, src, dst, n_sources, 0, SCALED | ACCUMULATE * accumulate]
         replay(arena, [op], [*inputs, out], [(i, shift) for i in range(n_sources)], divisor)
         want = bits_of(reference_sum(wide, divisor, old if accumulate else None), dst).tobytes()
         assert out.tobytes() == b"\xbb" * shift + want + b"\xbb" * 8, (elements, shift, divisor, accumulate)
@@ -127,10 +127,18 @@ def test_division_is_exact_division(arena, variant, divisor):
     values = rng.integers(0, 2**32, 5001, dtype=np.uint32).view(np.float32)
     values = values[np.isfinite(values)]
     out = np.zeros_like(values)
-    replay(arena, [[SUM, 1, 0, values.size, FP32, FP32, 1, 0, 0]], [values, out], [(0, 0)], divisor)
+    replay(arena, [[SUM, 1, 0, values.size, FP32, FP32, 1, 0, SCALED]], [values, out], [(0, 0)], divisor)
     with np.errstate(over="ignore", under="ignore"):
         want = values / np.float32(divisor)
     assert np.array_equal(out.view(np.uint32), want.view(np.uint32))
+
+
+def test_only_sums_marked_as_scaled_are_divided(arena, variant):
+    values, plain, scaled = (np.full(5, v, np.float32) for v in (6.0, 1.0, 1.0))
+    ops = [[SUM, 1, 0, 5, FP32, FP32, 1, 0, ACCUMULATE], [SUM, 2, 0, 5, FP32, FP32, 1, 0, ACCUMULATE | SCALED]]
+    replay(arena, ops, [values, plain, scaled], [(0, 0)], 3.0)
+    assert (plain == 7.0).all()
+    assert (scaled == 3.0).all()
 
 
 def test_sum_keeps_infinities_and_nans(arena, variant):

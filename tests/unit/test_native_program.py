@@ -10,6 +10,7 @@ from tide_strategies._native import Arena, Program
 
 COPY, SUM, ZERO, NOTIFY, AWAIT = range(5)
 FP32, BF16, RAW = range(3)
+ACCUMULATE, SCALED = 1, 2
 
 
 def encode(ops, sources=(), streams=None, n_bases=0, n_counters=0, advance=()):
@@ -29,7 +30,7 @@ GOOD = {
     "copy": [COPY, 0, 0, 1, 0, 2, 3, 12, 12, FP32, FP32],
     "sum": [SUM, 0, 0, 8, FP32, BF16, 2, 0, 1],
     "zero": [ZERO, 0, 0, 8],
-    "notify": [NOTIFY, 0, 1],
+    "notify": [NOTIFY, 0, 1, -2],
     "await": [AWAIT, 0, 1, 1],
 }
 
@@ -74,13 +75,16 @@ def test_well_formed_ops_are_accepted(name):
         ("sum", 6, 3),
         ("sum", 7, 1),
         ("sum", 7, -1),
-        ("sum", 8, 2),
+        ("sum", 8, 4),
         ("zero", 1, 2),
         ("zero", 2, -1),
         ("zero", 3, -1),
         ("notify", 1, 1),
         ("notify", 2, -1),
         ("notify", 2, 2**31),
+        ("notify", 3, -1),
+        ("notify", 3, -3),
+        ("notify", 3, 1024),
         ("await", 1, 1),
         ("await", 2, -1),
         ("await", 2, 1024),

@@ -148,6 +148,6 @@ class _Table:
         first = len(self.sources) // 2
         for source in op.sources:
             self.sources.extend(self._at(source))
-        flags = _ACCUMULATE * op.accumulate
+        flags = _ACCUMULATE * op.accumulate | _SCALED * op.scaled
         dtypes = [_DTYPE[src_item], _DTYPE[op.dst_item]]
         return [SUM, *self._at(op.dst), op.items, *dtypes, len(op.sources), first, flags]
