@@ -38,7 +38,7 @@ REPLACED: dict[str, str] = {
     "FSDPParamGroup.finalize_backward FSDPParamGroup._reset_iter_state FSDPParamGroup.lazy_init "
     "FSDPParamGroup.post_backward",
     "_fsdp_param": "FSDPParam.init_all_gather_outputs FSDPParam.alloc_all_gather_outputs "
-    "FSDPParam.free_unsharded_param FSDPParam.free_all_gather_outputs",
+    "FSDPParam.free_unsharded_param FSDPParam.free_all_gather_outputs FSDPParam.reset_sharded_param",
     "_fsdp_collectives": "foreach_reduce foreach_reduce_scatter_copy_in",
 }
 # Not replaced, but the adapter depends on what they do, on when they run, or on the attributes that they set.
@@ -65,7 +65,7 @@ RELIED_ON: dict[str, str] = {
     "FSDPParam.all_gather_inputs FSDPParam.unsharded_param FSDPParam.unsharded_grad_dtype "
     "FSDPParam.unsharded_grad_data FSDPParam.unsharded_accumulated_grad_data FSDPParam.unsharded_zero_grad_data "
     "FSDPParam._get_grad_inner_tensor FSDPParam._sharded_local_tensor FSDPParam._assert_in_states "
-    "FSDPParam._restore_spmd_types FSDPParam._capture_grad_dtype_policy FSDPParam.reset_sharded_param "
+    "FSDPParam._restore_spmd_types FSDPParam._capture_grad_dtype_policy "
     "alloc_storage free_storage unsafe_setattr_param set_requires_grad_if_needed",
     "_fsdp_collectives": "AllGatherResult _default_all_gather_output_fn _default_reduce_scatter_input_fn "
     "_cast_and_view_sharded_grads _get_gradient_divide_factors _div_if_needed",
