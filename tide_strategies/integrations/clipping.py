@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# The process groups over which a gradient is sharded.
-_Layout = tuple[dist.ProcessGroup, ...]
+# The device on which a gradient's ranks communicate, and the process groups over which it is sharded.
+_Layout = tuple[torch.device, tuple[dist.ProcessGroup, ...]]
 
 
 @torch.no_grad()
@@ -57,12 +57,11 @@ def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
         return torch.zeros(())
     shards_by_layout: dict[_Layout, list[Tensor]] = {}
     for grad in grads:
-        shards_by_layout.setdefault(_shard_groups(grad), []).append(_local(grad))
+        shards_by_layout.setdefault(_layout(grad), []).append(_local(grad))
     infinite = norm_type == float("inf")
     totals = []
-    for groups, shards in shards_by_layout.items():
+    for (device, groups), shards in shards_by_layout.items():
         norms = [torch.linalg.vector_norm(s, norm_type, dtype=torch.float32) for s in shards if s.numel()]
-        device = shards[0].device
         if norms:
             partial = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), norm_type)
         else:
@@ -75,12 +74,16 @@ def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
     return total
 
 
-def _shard_groups(grad: Tensor) -> _Layout:
-    """Groups whose ranks hold different parts of the gradient; replicated dimensions are left out."""
+def _layout(grad: Tensor) -> _Layout:
+    """Where parts of the gradient are: replicated dimensions of its mesh are left out.
+
+    The device is the mesh's, not the tensor's: with CPU offload the gradients of a GPU mesh are in CPU memory.
+    """
     if not isinstance(grad, DTensor):
-        return ()
+        return grad.device, ()
     mesh = grad.device_mesh
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(grad.placements) if placement.is_shard())
+    groups = tuple(mesh.get_group(dim) for dim, placement in enumerate(grad.placements) if placement.is_shard())
+    return torch.device(mesh.device_type), groups
 
 
 def _local(tensor: Tensor) -> Tensor:

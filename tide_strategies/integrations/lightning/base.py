@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tide_strategies.config import TideConfig
+from tide_strategies.errors import TideConfigError
 from tide_strategies.integrations.lightning import options as opt
 from tide_strategies.integrations.sharding import ShardingOptions, policy_for_precision, shard_module
 from tide_strategies.integrations.summary import summary_line
@@ -62,9 +63,18 @@ class TideStrategyBase(_Host):
 
             # Not in teardown(): the process group serves all stages (fit, validate, ...) up to the program's end.
             install_exit_teardown()
+        if self._offloads_from_gpu and "cpu" not in dist.get_backend_config():
+            raise TideConfigError(
+                f"cpu_offload=True needs collectives on CPU tensors too, but the process group serves only "
+                f"{dist.get_backend_config()!r}. Create it with the backend {_OFFLOAD_BACKEND!r}."
+            )
+
+    @property
+    def _offloads_from_gpu(self) -> bool:
+        return bool(self.sharding.cpu_offload and self.root_device.type == "cuda")
 
     def _get_process_group_backend(self) -> str:
-        if self.sharding.cpu_offload and self._process_group_backend is None and self.root_device.type == "cuda":
+        if self._offloads_from_gpu and self._process_group_backend is None:
             return _OFFLOAD_BACKEND
         backend: str = super()._get_process_group_backend()
         return backend
