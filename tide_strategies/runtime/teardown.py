@@ -63,7 +63,8 @@ def orderly_teardown(timeout_s: float = 30.0) -> None:
 
     Never raises for what it finds; problems are logged under ``tide_strategies.teardown``.
     """
-    deadline = time.monotonic() + max(0.0, timeout_s)
+    # Even with no time allowed, look long enough to see that workers are idle, as they nearly always are.
+    deadline = time.monotonic() + max((_STABLE_SAMPLES + 1) * _SAMPLE_S, timeout_s)
     with _lock:
         try:
             _teardown(deadline)
@@ -122,6 +123,9 @@ def _process_groups(dist: Any) -> list[Any]:
 
 def _destroy(dist: Any, groups: list[Any], deadline: float) -> None:
     """Destroy all groups: at once where only gloo is used, else in a helper thread that may be given up."""
+    if not _sees_timeouts():
+        for group in groups:
+            _keep_for_ever(group)  # a collective might be in flight after all, and the destructor would wait for it
     if all(dist.get_backend(g) in ("gloo", "fake") for g in groups):
         dist.destroy_process_group()  # the workers are idle: joining them takes no time
         return
@@ -151,6 +155,14 @@ def _keep_for_ever(group: Any) -> None:
 
 def _observable() -> bool:
     return os.path.isdir(_TASKS)
+
+
+def _sees_timeouts() -> bool:
+    """Whether the kernel tells what threads wait for, so that a worker waiting for its peer does not look idle."""
+    try:
+        return _FUTEX is not None and bool(_read(str(threading.get_native_id()), "syscall"))
+    except OSError:
+        return False
 
 
 def _await_idle_workers(deadline: float) -> bool:
