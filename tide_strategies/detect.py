@@ -36,13 +36,17 @@ FALLBACKS: dict[str, tuple[str, str]] = {
         "the module has several parameter groups (a mesh per parameter)",
         "none yet: groups that share a module keep stock collectives",
     ),
-    "TIDE-F009": ("device type {} has no transport in this version", "none yet: TIDE runs on CPU ranks of one host"),
+    "TIDE-F009": ("device type {} has no transport", "use CPU or NVIDIA GPU ranks"),
     "TIDE-F010": ("the group has one rank: there is nothing to communicate", "none needed"),
     "TIDE-F011": ("the group has no parameters", "none needed"),
     "TIDE-F012": ("{} is a DTensor before sharding (tensor or expert parallel)", "none yet: use it without TIDE"),
     "TIDE-F013": ("{} casts from {} to {}", "use a MixedPrecisionPolicy between float32 and bfloat16"),
     "TIDE-F014": ("the reduction dtype is {}", "use reduce_dtype=torch.float32 or torch.bfloat16"),
     "TIDE-F015": ("the group's class is {}, not FSDP2's own", "do without the library that replaces it"),
+    "TIDE-F016": (
+        "the GPU transport is not available: {}",
+        "use an NVIDIA GPU and driver with CUDA 12.8 or newer, and install triton",
+    ),
     "TIDE-F020": ("the ranks cannot share memory: {}", "run the ranks of a sharding group on one host"),
     "TIDE-F021": (
         "there is no room for the shared arena: {}",

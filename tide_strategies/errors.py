@@ -24,7 +24,16 @@ class TideMismatchError(TideError, RuntimeError):
 
 
 class TideArenaError(TideError, RuntimeError):
-    """The shared arena could not be created or reached by every rank."""
+    """The shared arena could not be created or reached by every rank.
+
+    Args:
+        words: what happened, on which ranks.
+        code: the fallback code that fits (``tide_strategies.detect``).
+    """
+
+    def __init__(self, words: str, code: str = "TIDE-F020") -> None:
+        super().__init__(words)
+        self.code = code
 
 
 class TidePeerError(TideError, RuntimeError):

@@ -31,7 +31,9 @@ class RankResult:
     exit_code: int | None = None
 
 
-def _main(fn: Callable[..., Any], rank: int, world: int, store: str, arg: Any, out: Any, pg_timeout: float) -> None:
+def _main(
+    fn: Callable[..., Any], rank: int, world: int, store: str, arg: Any, out: Any, pg_timeout: float, backend: str
+) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     import datetime
@@ -41,8 +43,10 @@ def _main(fn: Callable[..., Any], rank: int, world: int, store: str, arg: Any, o
 
     torch.set_num_threads(1)
     try:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{store}",
             rank=rank,
             world_size=world,
@@ -68,6 +72,7 @@ def launch_raw(
     *,
     timeout: float = 120.0,
     pg_timeout: float = 60.0,
+    backend: str = "gloo",
     during: Callable[[list[int]], None] | None = None,
 ) -> list[RankResult]:
     """Run ``fn`` on ``world`` ranks; never raises for what a rank did. ``during`` gets the process ids once started."""
@@ -77,7 +82,7 @@ def launch_raw(
     with tempfile.TemporaryDirectory() as tmp:
         store = os.path.join(tmp, "store")
         procs = [
-            ctx.Process(target=_main, args=(fn, r, world, store, arg, out, pg_timeout), daemon=True)
+            ctx.Process(target=_main, args=(fn, r, world, store, arg, out, pg_timeout, backend), daemon=True)
             for r in range(world)
         ]
         for p in procs:

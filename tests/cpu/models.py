@@ -95,16 +95,16 @@ class Case:
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-def build(case: Case, world: int, seed: int = 0) -> nn.Module:
+def build(case: Case, world: int, seed: int = 0, device: str = "cpu") -> nn.Module:
     """The case's model, sharded over all ranks, the same for every call with the same seed."""
     torch.manual_seed(seed)
-    model = Net(case).to(case.param_dtype)
+    model = Net(case).to(device, case.param_dtype)
     if case.frozen:
         for p in [*model.blocks[1].parameters(), model.blocks[2].up.weight, model.embed.weight]:
             p.requires_grad_(False)
     shape = (2, world // 2) if case.hsdp else (world,)
     names = ("replicate", "shard") if case.hsdp else ("shard",)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     kwargs: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**case.policy)}
     if case.reshard is not None:
         kwargs["reshard_after_forward"] = case.reshard
@@ -135,6 +135,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 def train(model: nn.Module, case: Case, rank: int, seen: list[Any] | None = None) -> list[float]:
     """Train for the case's steps; returns the losses."""
+    device = next(model.parameters()).device
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
     if case.hook:
         for p in model.parameters():
@@ -143,7 +144,7 @@ def train(model: nn.Module, case: Case, rank: int, seen: list[Any] | None = None
     if case.evaluate:
         context = torch.inference_mode if case.evaluate == "inference" else torch.no_grad
         with context():
-            losses.append(model(batch(99, rank)).sum().item())
+            losses.append(model(batch(99, rank).to(device)).sum().item())
     for step in range(case.steps):
         if case.unshard_all:
             handles = [m.unshard(async_op=True) for m in model.blocks]
@@ -160,7 +161,7 @@ def train(model: nn.Module, case: Case, rank: int, seen: list[Any] | None = None
                 with torch.no_grad():
                     for p in model.parameters():
                         p.mul_(0.99)
-            tokens = batch(step * 10 + micro, rank)
+            tokens = batch(step * 10 + micro, rank).to(device)
             logits = model(tokens)
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
             loss.backward()
@@ -171,7 +172,7 @@ def train(model: nn.Module, case: Case, rank: int, seen: list[Any] | None = None
         optimizer.zero_grad()
         if case.evaluate and step == 1:
             with torch.no_grad():
-                losses.append(model(batch(98, rank)).sum().item())
+                losses.append(model(batch(98, rank).to(device)).sum().item())
         if case.checkpoint and step == 1:
             _checkpoint(model, optimizer, case.checkpoint)
     return losses

@@ -28,8 +28,9 @@ def group_verdict(group: Any, config: TideConfig) -> Verdict:
         return fallback("TIDE-F001")
     if not group.fsdp_params:
         return fallback("TIDE-F011")
-    if group.device.type != "cpu":
-        return fallback("TIDE-F009", group.device.type)
+    device = _device_verdict(group.device.type)
+    if device is not None:
+        return device
     ranks = group.mesh_info.shard_process_group.size()
     if ranks == 1:
         return fallback("TIDE-F010")
@@ -52,6 +53,17 @@ def shard_item(param: Any) -> Item:
     if shard == unsharded_dtype(param):
         return Item.of_size(shard.itemsize)
     return REDUCIBLE[shard]
+
+
+def _device_verdict(device_type: str) -> Verdict | None:
+    if device_type == "cpu":
+        return None
+    if device_type != "cuda":
+        return fallback("TIDE-F009", device_type)
+    from tide_strategies.runtime.cuda.capability import missing_capability
+
+    missing = missing_capability(torch.cuda.current_device())
+    return None if missing is None else fallback("TIDE-F016", missing)
 
 
 def _comms_verdict(group: Any) -> Verdict | None:

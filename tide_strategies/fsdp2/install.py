@@ -12,21 +12,16 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tide_strategies.collectives.reduce_scatter import BANKS, PIECE_ALIGNMENT
 from tide_strategies.config import TideConfig
 from tide_strategies.detect import OK, Verdict, fallback
 from tide_strategies.errors import TideArenaError, TideError, TideFallbackError
 from tide_strategies.fsdp2 import access
 from tide_strategies.fsdp2.agreement import agree_on_groups
-from tide_strategies.fsdp2.eligibility import group_verdict, shard_item
-from tide_strategies.fsdp2.param_group import GroupBinding, adopt, forget_unsharded, measure, restore
-from tide_strategies.layout import GroupLayout, ParamShape, align
+from tide_strategies.fsdp2.connect import AnyEngine, connect
+from tide_strategies.fsdp2.eligibility import group_verdict
+from tide_strategies.fsdp2.param_group import GroupBinding, measure, restore
+from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.report import CollectiveStats, GroupReport
-from tide_strategies.runtime.engine import Engine
-from tide_strategies.runtime.exchange import process_group_exchange
-from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, GroupCollectives
-from tide_strategies.runtime.slots import Slot, SlotRing
-from tide_strategies.topology import Topology
 
 _log = logging.getLogger("tide_strategies")
 
@@ -43,15 +38,11 @@ class InstalledGroup:
 
     def report(self) -> GroupReport:
         """The group's entry in the report."""
-        tide = self.binding is not None and self.binding.collectives is not None
-        storage = "torch"
-        if tide:
-            assert self.binding is not None
-            assert self.binding.collectives is not None
-            storage = "pinned" if self.binding.collectives.pinned else "ring"
+        path = self.binding.path if self.binding is not None else None
+        storage = "torch" if path is None else "pinned" if path.collectives.pinned else "ring"
         return GroupReport(
             name=self.name,
-            path="tide" if tide else "stock",
+            path="stock" if path is None else "tide",
             code=self.verdict.code,
             reason=self.verdict.reason,
             remedy=self.verdict.remedy,
@@ -78,15 +69,19 @@ class Installation:
 
     def __init__(self, root: FSDPModule, config: TideConfig) -> None:
         self.config = config
-        self.engines: list[Engine] = []
+        self.engines: list[AnyEngine] = []
         _check_materialised(root)
         access.lazy_init(root)
         groups = access.param_groups(root)
         self.groups = [InstalledGroup(g, access.group_name(g), group_verdict(g, config), _layout(g)) for g in groups]
         self._agree()
         try:
-            for ranks in self._process_groups():
-                self._connect(*ranks)
+            for ranks, members in self._process_groups():
+                try:
+                    self.engines.append(connect(ranks, members, config))
+                except TideArenaError as e:  # raised on every rank alike
+                    for installed in members:
+                        installed.verdict = fallback(e.code, e)
             self._decide()
         except BaseException:
             self.close()
@@ -110,7 +105,7 @@ class Installation:
         """Shared memory by part, over all arenas of this rank."""
         out: dict[str, int] = {}
         for engine in self.engines:
-            for part, nbytes in engine.arena.bytes_by_part().items():
+            for part, nbytes in engine.bytes_by_part().items():
                 out[part] = out.get(part, 0) + nbytes
         return out
 
@@ -130,38 +125,6 @@ class Installation:
                 ranks = installed.group.mesh_info.shard_process_group
                 out.setdefault(id(ranks), (ranks, []))[1].append(installed)
         return list(out.values())
-
-    def _connect(self, ranks: dist.ProcessGroup, members: list[InstalledGroup]) -> None:
-        """Set up shared memory among ``ranks`` and move ``members`` into it, or note why that cannot be."""
-        size, config = ranks.size(), self.config
-        slots = len(members) + config.all_gather.slots
-        exchange = process_group_exchange(ranks, config.timeout_s, "setting up shared memory")
-        chunk_bytes = config.reduce_scatter.chunk_bytes
-        chunk_bytes = AUTO_CHUNK_BYTES if chunk_bytes == "auto" else align(chunk_bytes, PIECE_ALIGNMENT)
-        engine = None
-        try:
-            engine = Engine(exchange, ranks.rank(), Topology(1, size), slots=slots, timeout_s=config.timeout_s)
-            code = "TIDE-F021"  # the ranks do share memory; what can fail now is its size
-            homes = _homes(engine, members, config)
-            engine.ensure_staging(BANKS * (size - 1) * chunk_bytes)
-        except TideArenaError as e:  # raised on every rank alike
-            code = "TIDE-F020" if engine is None else "TIDE-F021"
-            if engine is not None:
-                engine.close()
-            for installed in members:
-                installed.verdict = fallback(code, e)
-            return
-        self.engines.append(engine)
-        for installed, home in zip(members, homes, strict=True):
-            group = installed.group
-            if group.is_unsharded:
-                group._to_sharded()
-            for param in group.fsdp_params:
-                forget_unsharded(param)
-            items = [shard_item(p) for p in group.fsdp_params]
-            collectives = GroupCollectives(engine, installed.name, installed.layout, items, home, chunk_bytes)
-            installed.binding = GroupBinding(collectives, config.all_gather.cache)
-            adopt(group, installed.binding)
 
     def _decide(self) -> None:
         """Warn once about fallbacks, or raise under ``strict``. What the user asked for is no fallback."""
@@ -204,22 +167,3 @@ def _described(group: Any) -> dict[str, Any]:
         ]
         for p in group.fsdp_params
     }
-
-
-def _homes(engine: Engine, members: list[InstalledGroup], config: TideConfig) -> list[SlotRing | Slot]:
-    """Ring for groups that reshard after forward, a slot of its own for each of the others."""
-    rotating = [m for m in members if m.group._reshard_after_forward]
-    ring = None
-    if rotating:
-        nbytes = max(m.layout.landing_bytes for m in rotating)
-        ring = SlotRing(
-            lambda: engine.add_slot(nbytes, "ring"),
-            min(config.all_gather.slots, len(rotating)),
-            config.debug.poison_slots,
-        )
-    return [
-        ring
-        if ring is not None and m.group._reshard_after_forward
-        else engine.add_slot(m.layout.landing_bytes, "pinned")
-        for m in members
-    ]

@@ -7,7 +7,7 @@ removing TIDE is swapping back.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from tide_strategies.errors import TideError
 from tide_strategies.fsdp2.access import unsharded_dtype
+from tide_strategies.fsdp2.path import Path
 from tide_strategies.fsdp2.reduce import dispatch, rebind
 from tide_strategies.layout import GroupLayout
-from tide_strategies.runtime.group import GroupCollectives, Tally
+from tide_strategies.runtime.group import Tally
+from tide_strategies.runtime.slots import Window
 
 _TrainingState = module.TrainingState
 
@@ -38,12 +40,12 @@ _post_backward = _eager_only(rebind(FSDPParamGroup.post_backward, foreach_reduce
 
 
 class GroupBinding:
-    """What TIDE knows of one parameter group: its collectives (None under stock) and the tallies of its calls."""
+    """What TIDE knows of one parameter group: how it communicates (None under stock) and the tallies of its calls."""
 
-    def __init__(self, group_collectives: GroupCollectives | None = None, cache: str = "off") -> None:
-        self.collectives, self.cache = group_collectives, cache
-        self.all_gathers = group_collectives.all_gathers if group_collectives else Tally()
-        self.reduce_scatters = group_collectives.reduce_scatters if group_collectives else Tally()
+    def __init__(self, path: Path | None = None, cache: str = "off") -> None:
+        self.path, self.cache = path, cache
+        self.all_gathers = path.collectives.all_gathers if path else Tally()
+        self.reduce_scatters = path.collectives.reduce_scatters if path else Tally()
 
 
 class TideParam(FSDPParam):
@@ -91,13 +93,13 @@ class TideParamGroup(FSDPParamGroup):
                     f"parameter {param._param_fqn!r} has become {shard.dtype} after TIDE was installed for "
                     f"{param._tide_shard_dtype}; close the handle before changing dtypes and apply TIDE again"
                 )
-            shards.append(shard.data_ptr())
+            shards.append(shard)
         versions = self._versions()
         with torch.profiler.record_function(f"TIDE::all_gather ({self._module_fqn})"):
-            if self._may_reuse() and self._collectives.reusable(versions):
-                self._collectives.reuse()
+            if self._may_reuse() and self._path.collectives.reusable(versions):
+                self._path.reuse(self)
             else:
-                self._collectives.issue(shards, versions)
+                self._path.all_gather(self, shards, versions)
         self._all_gather_result = collectives.AllGatherResult(self._all_gather_output, None, None, [], [], [])
 
     @_without_functorch
@@ -108,7 +110,7 @@ class TideParamGroup(FSDPParamGroup):
         if self._training_state == _TrainingState.FORWARD:
             self._release_stock_neighbour()
         with torch.profiler.record_function(f"TIDE::all_gather_wait ({self._module_fqn})"):
-            self._collectives.complete()
+            self._path.wait(self)
         for param in self.fsdp_params:
             param.init_unsharded_param()
         self._to_unsharded()
@@ -129,12 +131,12 @@ class TideParamGroup(FSDPParamGroup):
         was_unsharded = self.is_unsharded
         super()._to_sharded()
         if was_unsharded:
-            self._collectives.vacate()
+            self._path.vacate(self)
 
     @property
-    def _collectives(self) -> GroupCollectives:
-        assert self._tide.collectives is not None
-        return self._tide.collectives
+    def _path(self) -> Path:
+        assert self._tide.path is not None
+        return self._tide.path
 
     def _versions(self) -> tuple[int, ...] | None:
         """Numbers that change when any shard's values do; None if they cannot be known (inference tensors)."""
@@ -156,8 +158,8 @@ class TideParamGroup(FSDPParamGroup):
 
     def _drop_pending(self) -> None:
         if self._all_gather_result is not None:
-            self._collectives.complete()
-            self._collectives.vacate()
+            self._path.wait(self)
+            self._path.vacate(self)
             self._all_gather_result = None
 
     def _release_stock_neighbour(self) -> None:
@@ -198,25 +200,28 @@ class MeasuredParamGroup(FSDPParamGroup):
     post_backward = _post_backward
 
 
-def adopt(group: Any, binding: GroupBinding) -> None:
-    """Turn a sharded FSDPParamGroup into a TIDE group whose parameters live in the binding's landing."""
-    assert binding.collectives is not None
-    layout: GroupLayout = binding.collectives.layout
-    window = binding.collectives.landing.window
-    for index, param in enumerate(group.fsdp_params):
-        dtype = unsharded_dtype(param)
-        items = layout.ranks * layout.shard_items(index)
+def adopt(group: Any, landings: Sequence[torch.Tensor], binding: GroupBinding) -> None:
+    """Turn a sharded FSDPParamGroup into a TIDE group whose unsharded parameters are ``landings``, 1-D and padded."""
+    for param, landing in zip(group.fsdp_params, landings, strict=True):
+        forget_unsharded(param)
         param.__class__ = TideParam
         param._tide_shard_dtype, param._tide_generation = param._sharded_param_data.dtype, 0
-        # Its own storage at offset 0: torch views it with an absolute offset, and version counters stay apart.
-        # Never an inference tensor, whatever mode the first forward runs in.
-        with torch.inference_mode(False):
-            if items:
-                landing = torch.from_dlpack(window.tensor(layout.landing_base(index), items, _name(dtype)))
-            else:
-                landing = torch.empty(0, dtype=dtype)
         param.all_gather_outputs = [landing]
     _mark(group, binding, TideParamGroup)
+
+
+def landing_tensors(group: Any, layout: GroupLayout, window: Window) -> list[torch.Tensor]:
+    """Each parameter's part of a landing: its own storage at offset 0, since torch views it with an absolute offset
+    and version counters must stay apart; never an inference tensor, whatever mode the first forward runs in."""
+    out = []
+    with torch.inference_mode(False):
+        for index, param in enumerate(group.fsdp_params):
+            dtype, items = unsharded_dtype(param), layout.ranks * layout.shard_items(index)
+            if items:
+                out.append(torch.from_dlpack(window.tensor(layout.landing_base(index), items, _name(dtype))))
+            else:
+                out.append(torch.empty(0, dtype=dtype, device=group.device))
+    return out
 
 
 def measure(group: Any, binding: GroupBinding) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
 from tide_strategies.detect import Verdict, fallback
 from tide_strategies.fsdp2.eligibility import REDUCIBLE
-from tide_strategies.runtime.group import GroupCollectives
+from tide_strategies.fsdp2.path import Path
 
 
 def rebind(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
@@ -53,7 +53,7 @@ def dispatch(*args: Any, **kwargs: Any) -> Any:
     arguments = _signature.bind(*args, **kwargs).arguments
     params, gradients = arguments["fsdp_params"], arguments["unsharded_grads"]
     group = params[0]._tide_group
-    if group.collectives is None:
+    if group.path is None:
         return _stock(group.reduce_scatters, args, kwargs)
     verdict = _call_verdict(gradients, arguments["reduce_dtype"])
     if verdict is not None:
@@ -61,7 +61,7 @@ def dispatch(*args: Any, **kwargs: Any) -> Any:
         group.reduce_scatters.stock_reason = f"{verdict.code} {verdict.reason}"
         return _stock(group.reduce_scatters, args, kwargs)
     arguments["reduce_scatter_comm"] = DirectReduceScatter(
-        group.collectives,
+        group.path,
         tuple(p._tide_index for p in params),
         [g.contiguous() for g in gradients],
         arguments["gradient_divide_factor"],
@@ -99,12 +99,12 @@ class DirectReduceScatter:
 
     def __init__(
         self,
-        group: GroupCollectives,
+        path: Path,
         params: tuple[int, ...],
         gradients: list[torch.Tensor],
         divide_factor: float | None,
     ) -> None:
-        self._group, self._params, self._gradients = group, params, gradients
+        self._path, self._params, self._gradients = path, params, gradients
         self._divide_factor = divide_factor
         self._input: torch.Tensor | None = None
 
@@ -131,12 +131,8 @@ class DirectReduceScatter:
         else:
             assert self._divide_factor is not None
             divisor = float(self._divide_factor)
-        self._group.reduce_scatter(
-            self._params,
-            REDUCIBLE[self._gradients[0].dtype],
-            REDUCIBLE[output_tensor.dtype],
-            [g.data_ptr() for g in self._gradients],
-            output_tensor.data_ptr(),
-            divisor,
-        )
-        self._gradients.clear()
+        self._path.reduce_scatter(self._params, self._gradients, output_tensor, divisor)
+        # On a GPU they have only been enqueued by now. Torch keeps the input until the stream is past the collective.
+        assert self._input is not None
+        self._input._tide_gradients = self._gradients  # type: ignore[attr-defined]
+        self._gradients = []

@@ -113,7 +113,8 @@ class SharedArena:
                 error = f"{size} bytes are needed for {part!r}, {Arena.available_bytes()} are available ({e})"
         wanted = {"bytes": size, "part": part, "offset": offset}
         try:
-            asked = agree(self._exchange, self.rank, error, f"growing the shared arena by {size} bytes", wanted)
+            what = f"growing the shared arena by {size} bytes"
+            asked = agree(self._exchange, self.rank, error, what, wanted, code="TIDE-F021")
             for rank, other in enumerate(asked):
                 if other != asked[0]:
                     raise TideArenaError(

@@ -44,17 +44,20 @@ def host_identity() -> dict[str, Any]:
     }
 
 
-def agree(exchange: Exchange, rank: int, error: str | None, what: str, facts: Any = None) -> list[Any]:
+def agree(
+    exchange: Exchange, rank: int, error: str | None, what: str, facts: Any = None, code: str = "TIDE-F020"
+) -> list[Any]:
     """Tell all ranks whether this one succeeded, and return what each of them adds (``facts``).
 
     Raises:
-        TideArenaError: some rank has an ``error``; on all ranks alike, with every failing rank's words.
+        TideArenaError: some rank has an ``error``; on all ranks alike, with every failing rank's words
+            and the fallback ``code``.
     """
     status = {"error": None if error is None else error[:_MAX_WORDS], "facts": facts}
     replies = [_parse(payload) for payload in exchange(json.dumps(status).encode())]
     failed = [f"rank {r}: {reply['error']}" for r, reply in enumerate(replies) if reply["error"] is not None]
     if failed:
-        raise TideArenaError(f"TIDE: {what} failed. " + "; ".join(failed))
+        raise TideArenaError(f"TIDE: {what} failed. " + "; ".join(failed), code)
     return [reply["facts"] for reply in replies]
 
 

@@ -7,8 +7,9 @@ an index into the call's list of base addresses: inputs first, in order, then wh
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from tide_strategies import _native
 from tide_strategies.collectives.schedule import (
@@ -52,7 +53,7 @@ class Encoded:
         operations: the operation behind each native operation, for messages.
     """
 
-    program: _native.Program
+    program: Any
     bases: tuple[Base, ...]
     inputs: int
     counters: tuple[Counter, ...]
@@ -60,8 +61,8 @@ class Encoded:
     operations: tuple[Op, ...]
 
 
-def encode(schedule: Schedule, inputs: int) -> Encoded:
-    """Encode ``schedule``, whose calls pass ``inputs`` INPUT addresses.
+def encode(schedule: Schedule, inputs: int, program_type: Callable[..., Any] = _native.Program) -> Encoded:
+    """Encode ``schedule``, whose calls pass ``inputs`` INPUT addresses, for an executor's ``program_type``.
 
     Raises:
         ValueError: if the schedule waits for an event that no earlier stream records, or names an input it has not.
@@ -76,7 +77,7 @@ def encode(schedule: Schedule, inputs: int) -> Encoded:
         streams[name] = len(ranges)
         ranges.append((first, len(table.operations) - first))
     advance = [(table.counter(c), writer, amount) for (c, writer), amount in schedule.advance.items()]
-    program = _native.Program(
+    program = program_type(
         table.words.tobytes(),
         table.sources.tobytes(),
         ranges,
@@ -118,7 +119,7 @@ class _Table:
             yield self._copy(op)
         elif isinstance(op, Put):
             yield [COPY, *self._at(op.src), *self._at(op.dst), 1, op.nbytes, 0, 0, _RAW, _RAW]
-            yield [NOTIFY, self.counter(op.signal), 1]
+            yield [NOTIFY, self.counter(op.signal), 1, op.dst.at]
         elif isinstance(op, Sum):
             yield self._sum(op, op.src_item)
         elif isinstance(op, Land):
@@ -126,7 +127,7 @@ class _Table:
         elif isinstance(op, Zero):
             yield [ZERO, *self._at(op.dst), op.nbytes]
         elif isinstance(op, Notify):
-            yield [NOTIFY, self.counter(op.counter), 1]
+            yield [NOTIFY, self.counter(op.counter), 1, op.to]
         elif isinstance(op, Await):
             yield [AWAIT, self.counter(op.counter), op.writer, op.count]
         elif isinstance(op, Record):

@@ -90,6 +90,10 @@ class Engine:
         self.arena.native.abort(ABORT_FAILURE, str(error).encode()[:400])
         raise error
 
+    def bytes_by_part(self) -> dict[str, int]:
+        """Shared memory by part; it exists once for all ranks of the host."""
+        return self.arena.bytes_by_part()
+
     def close(self) -> None:
         """Release the arena. Tensors that still show its memory keep their own part of it alive."""
         self._staging.clear()

@@ -1,0 +1,154 @@
+"""Connecting the parameter groups of one process group: an engine, landing slots, and each group's path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from tide_strategies.collectives.reduce_scatter import BANKS, PIECE_ALIGNMENT
+from tide_strategies.collectives.schedule import Item
+from tide_strategies.config import TideConfig
+from tide_strategies.fsdp2.cpu_path import CpuPath
+from tide_strategies.fsdp2.eligibility import shard_item
+from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors
+from tide_strategies.layout import GroupLayout, align
+from tide_strategies.runtime.engine import Engine
+from tide_strategies.runtime.exchange import Exchange, process_group_exchange
+from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, GroupCollectives
+from tide_strategies.runtime.slots import Slot, SlotRing
+from tide_strategies.topology import Topology
+
+
+class Member(Protocol):
+    """A parameter group to connect; ``binding`` is set by doing so."""
+
+    group: Any
+    name: str
+    layout: GroupLayout
+    binding: GroupBinding | None
+
+
+class AnyEngine(Protocol):
+    """What this package needs of an engine, whichever device it is for."""
+
+    def add_slot(self, nbytes: int, part: str) -> Slot:
+        """Make a landing slot on every rank."""
+
+    def bytes_by_part(self) -> dict[str, int]:
+        """Arena memory by part."""
+
+    def close(self) -> None:
+        """Release it."""
+
+
+def connect(ranks: dist.ProcessGroup, members: Sequence[Member], config: TideConfig) -> AnyEngine:
+    """Set up memory that ``ranks`` share and move ``members`` into it. Collective.
+
+    Raises:
+        TideArenaError: on every rank alike, if that cannot be.
+    """
+    exchange = process_group_exchange(ranks, config.timeout_s, "setting up shared memory")
+    on_gpu = members[0].group.device.type == "cuda"
+    return (_connect_cuda if on_gpu else _connect_cpu)(exchange, ranks, members, config)
+
+
+def _connect_cpu(exchange: Exchange, ranks: dist.ProcessGroup, members: Sequence[Member], config: TideConfig) -> Engine:
+    size, chunk_bytes = ranks.size(), _chunk_bytes(config, AUTO_CHUNK_BYTES)
+    slots = len(members) + config.all_gather.slots
+    engine = Engine(exchange, ranks.rank(), Topology(1, size), slots=slots, timeout_s=config.timeout_s)
+    try:
+        homes = _homes(engine, members, config)
+        engine.ensure_staging(BANKS * (size - 1) * chunk_bytes)
+    except BaseException:
+        engine.close()
+        raise
+    for member, home in zip(members, homes, strict=True):
+        _reshard(member.group)
+        items = [shard_item(p) for p in member.group.fsdp_params]
+        collectives = GroupCollectives(engine, member.name, member.layout, items, home, chunk_bytes)
+        landings = landing_tensors(member.group, member.layout, collectives.landing.window)
+        member.binding = GroupBinding(CpuPath(collectives), config.all_gather.cache)
+        adopt(member.group, landings, member.binding)
+    return engine
+
+
+def _connect_cuda(
+    exchange: Exchange, ranks: dist.ProcessGroup, members: Sequence[Member], config: TideConfig
+) -> AnyEngine:
+    from tide_strategies.fsdp2.cuda_path import CudaPath, CudaStreams
+    from tide_strategies.runtime.cuda import group as cuda_group
+    from tide_strategies.runtime.cuda.engine import CudaEngine
+
+    size, chunk_bytes = ranks.size(), _chunk_bytes(config, cuda_group.AUTO_CHUNK_BYTES)
+    device = torch.cuda.current_device()
+    engine = CudaEngine(
+        exchange,
+        ranks.rank(),
+        Topology(1, size),
+        device,
+        slots=len(members) + config.all_gather.slots,
+        staging_bytes=BANKS * (size - 1) * chunk_bytes,
+        timeout_s=config.timeout_s,
+    )
+    try:
+        homes = _homes(engine, members, config)
+    except BaseException:
+        engine.close()
+        raise
+    streams, vacated = CudaStreams(torch.device("cuda", device)), {}  # type: ignore[var-annotated]
+    ctas = config.reduce_scatter.sum_ctas
+    sum_ctas = cuda_group.AUTO_SUM_CTAS if ctas == "auto" else ctas
+    for member, home in zip(members, homes, strict=True):
+        _reshard(member.group)
+        collectives = cuda_group.CudaGroup(
+            engine, member.name, member.layout, home, chunk_bytes, _sum_kernels(device), sum_ctas
+        )
+        landings = landing_tensors(member.group, member.layout, collectives.landing.window)
+        own = []
+        for p, landing in enumerate(landings):
+            items = member.layout.shard_items(p)
+            own.append(landing.narrow(0, engine.rank * items, items))
+        member.binding = GroupBinding(CudaPath(collectives, streams, vacated, own), config.all_gather.cache)
+        adopt(member.group, landings, member.binding)
+    return engine
+
+
+def _sum_kernels(device: int) -> Callable[[int, int, Item, Item, bool], Any]:
+    from tide_strategies.kernels.compile import compile_sum  # Triton: only where a GPU is
+
+    names = {Item.F32: "float32", Item.BF16: "bfloat16"}
+
+    def kernels(staged: int, pointers: int, grad: Item, output: Item, aligned: bool) -> Any:
+        return compile_sum(staged, pointers, names[grad], names[output], aligned, device)
+
+    return kernels
+
+
+def _chunk_bytes(config: TideConfig, auto: int) -> int:
+    stated = config.reduce_scatter.chunk_bytes
+    return auto if stated == "auto" else align(stated, PIECE_ALIGNMENT)
+
+
+def _reshard(group: Any) -> None:
+    if group.is_unsharded:
+        group._to_sharded()
+
+
+def _homes(engine: AnyEngine, members: Sequence[Member], config: TideConfig) -> list[Any]:
+    """Ring for groups that reshard after forward, a slot of its own for each of the others."""
+    rotating = [m for m in members if m.group._reshard_after_forward]
+    ring = None
+    if rotating:
+        nbytes = max(m.layout.landing_bytes for m in rotating)
+        slots = min(config.all_gather.slots, len(rotating))
+        ring = SlotRing(lambda: engine.add_slot(nbytes, "ring"), slots, config.debug.poison_slots)
+
+    def home(member: Member) -> SlotRing | Slot:
+        if ring is not None and member.group._reshard_after_forward:
+            return ring
+        return engine.add_slot(member.layout.landing_bytes, "pinned")
+
+    return [home(m) for m in members]

@@ -1,0 +1,47 @@
+"""How a TIDE group communicates when its ranks are CPU processes: at once, in the calling thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tide_strategies.fsdp2.eligibility import REDUCIBLE
+from tide_strategies.runtime.group import GroupCollectives
+
+
+class CpuPath:
+    """One group's collectives over shared memory."""
+
+    def __init__(self, collectives: GroupCollectives) -> None:
+        self.collectives = collectives
+
+    def all_gather(self, group: Any, shards: Sequence[torch.Tensor], versions: tuple[int, ...] | None) -> None:
+        """Write the shards into the shared landing. No event: the data is there when :meth:`wait` returns."""
+        self.collectives.issue([s.data_ptr() for s in shards], versions)
+
+    def reuse(self, group: Any) -> None:
+        """Use the landing as it is."""
+        self.collectives.reuse()
+
+    def wait(self, group: Any) -> None:
+        """Wait for the other ranks' shards."""
+        self.collectives.complete()
+
+    def vacate(self, group: Any) -> None:
+        """Give the landing up."""
+        self.collectives.vacate()
+
+    def reduce_scatter(
+        self, params: tuple[int, ...], gradients: Sequence[torch.Tensor], output: torch.Tensor, divisor: float
+    ) -> None:
+        """Reduce the gradients into the packed shard ``output``."""
+        self.collectives.reduce_scatter(
+            params,
+            REDUCIBLE[gradients[0].dtype],
+            REDUCIBLE[output.dtype],
+            [g.data_ptr() for g in gradients],
+            output.data_ptr(),
+            divisor,
+        )

@@ -1,0 +1,51 @@
+"""What a TIDE group asks of the way it communicates (``cpu_path``, ``cuda_path``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tide_strategies.layout import GroupLayout
+from tide_strategies.runtime.group import Tally
+
+
+class Collectives(Protocol):
+    """The part of ``GroupCollectives`` and ``CudaGroup`` that does not depend on how they run."""
+
+    layout: GroupLayout
+    all_gathers: Tally
+    reduce_scatters: Tally
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the landing has a slot of its own."""
+
+    def reusable(self, versions: tuple[int, ...] | None) -> bool:
+        """Whether the vacated landing still holds the values of shards with these versions."""
+
+
+class Path(Protocol):
+    """One group's communication. The order of use is all_gather or reuse, wait, vacate."""
+
+    @property
+    def collectives(self) -> Collectives:
+        """The group's collectives."""
+
+    def all_gather(self, group: Any, shards: Sequence[torch.Tensor], versions: tuple[int, ...] | None) -> None:
+        """Start to gather the shards into the landing."""
+
+    def reuse(self, group: Any) -> None:
+        """Use the landing as it is."""
+
+    def wait(self, group: Any) -> None:
+        """Make what follows (on the current stream) see all shards."""
+
+    def vacate(self, group: Any) -> None:
+        """Give the landing up after what precedes (on the current stream)."""
+
+    def reduce_scatter(
+        self, params: tuple[int, ...], gradients: Sequence[torch.Tensor], output: torch.Tensor, divisor: float
+    ) -> None:
+        """Reduce the gradients of ``params`` into the packed shard ``output``, on the current stream."""

@@ -1,0 +1,113 @@
+"""Bounds for waits that happen on the device.
+
+A stream that waits for a peer cannot time out by itself. This thread looks at the waits that have begun; if one lasts
+longer than allowed, or its peer is dead, or another rank has stopped, it leaves word for all ranks, lets every wait of
+this rank pass so that the host is not stuck in a synchronisation, and makes the error rise in the main thread: what the
+streams compute from then on is worthless, and no further call is accepted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import sys
+import threading
+from typing import Any
+
+from tide_strategies._native import cuda
+from tide_strategies.errors import TideMismatchError, TidePeerError, TideTimeoutError
+from tide_strategies.runtime.arena import SharedArena
+from tide_strategies.runtime.calls import CallBook
+
+_POLL_S = 0.1
+#: A wait shorter than this is not worth asking whether its peer lives.
+_SUSPICIOUS_S = 1.0
+_ABORT_FAILURE = 1
+_STOP = "All ranks stop rather than go on with incomplete data."
+
+Failure = TidePeerError | TideMismatchError
+
+
+class Watchdog:
+    """Watches one engine's waits from a thread of its own.
+
+    Args:
+        control: the counters and the record of waits.
+        host: shared host memory, for the abort record and the peers' process ids.
+        book: names for counters and calls.
+        rank: this rank.
+        timeout_s: how long a wait on the device may last.
+    """
+
+    def __init__(self, control: cuda.Control, host: SharedArena, book: CallBook, rank: int, timeout_s: float) -> None:
+        self._control, self._host, self._book = control, host, book
+        self._rank, self._timeout_s = rank, timeout_s
+        self._failure: Failure | None = None
+        self._closing = threading.Event()
+        self._main = threading.main_thread().ident
+        self._peers = {r: _process_fd(pid) for r, pid in enumerate(host.host_pids) if r != rank}
+        self._thread = threading.Thread(target=self._run, name="tide-watchdog", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what the watchdog found, if anything."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closing.set()
+        self._thread.join(timeout=5.0)
+        for fd in self._peers.values():
+            if fd >= 0:
+                os.close(fd)
+        self._peers.clear()
+
+    def _run(self) -> None:
+        while not self._closing.wait(_POLL_S):
+            failure = self._look()
+            if failure is not None:
+                self._stop(failure)
+                return
+
+    def _look(self) -> Failure | None:
+        aborted = self._host.aborted()
+        if aborted is not None:
+            return TidePeerError(f"TIDE: rank {aborted[0]} stopped first: {aborted[2]} {_STOP}")
+        for wait in self._control.overdue(min(_SUSPICIOUS_S, self._timeout_s)):
+            if self._dead(wait["writer"]):
+                return TidePeerError(f"TIDE: rank {wait['writer']} is dead: {self._words(wait)}. {_STOP}")
+        for wait in self._control.overdue(self._timeout_s):
+            return TideTimeoutError(
+                f"TIDE: no progress within timeout_s={self._timeout_s:g}: {self._words(wait)}. If that rank only needs "
+                f"longer (a slow data loader, a checkpoint), raise timeout_s. {_STOP}"
+            )
+        return None
+
+    def _words(self, wait: dict[str, Any]) -> str:
+        return (
+            f"rank {self._rank} in call {wait['seq']}, {self._book.label(wait['tag'])}, awaits counter "
+            f"{self._book.counter_name(wait['counter'])} of rank {wait['writer']}: expected {wait['expected']}, "
+            f"seen {wait['seen']}"
+        )
+
+    def _dead(self, rank: int) -> bool:
+        fd = self._peers.get(rank, -1)
+        return fd >= 0 and bool(select.select([fd], [], [], 0)[0])
+
+    def _stop(self, failure: Failure) -> None:
+        self._failure = failure
+        self._host.abort(_ABORT_FAILURE, str(failure))
+        self._control.release()
+        print(f"tide_strategies: {failure}", file=sys.stderr, flush=True)
+        # The main thread may be in a loop that makes no further call of ours: raise there too. It gets the class
+        # only; the words are on stderr and in every later call.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main or 0), ctypes.py_object(type(failure)))
+
+
+def _process_fd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1
