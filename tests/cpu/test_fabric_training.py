@@ -1,6 +1,7 @@
 """``Fabric(strategy="tide_fsdp")`` on two processes, against plain single-process PyTorch, in both namespaces."""
 
 import importlib
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tide_strategies.errors import TideConfigError
+
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
 
 
 def strategy_of(namespace, **kw):

@@ -1,5 +1,7 @@
 """Checkpoints of ``tide_fsdp``: full and sharded, resumed bit for bit, read without running their code."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from harness import launch
@@ -19,6 +21,8 @@ from lightning_models import (
 )
 
 from tide_strategies.errors import TideConfigError
+
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
 
 
 def adamw(parameters):

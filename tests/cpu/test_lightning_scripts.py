@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import tide_strategies
+
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
 
 ROOT = Path(tide_strategies.__file__).parents[1]
 

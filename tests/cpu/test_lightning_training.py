@@ -5,6 +5,7 @@ All checks of a namespace share one launch; each is reported as a test of its ow
 
 import contextlib
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -35,6 +36,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from tide_strategies.errors import TideConfigError
 
 # ---- against the single-process reference
+
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
 
 
 def check_accumulation_with_clipping_by_norm(pl):
@@ -200,6 +203,27 @@ def check_inference_mode_before_training(pl):
     expected = reference(module.network, sgd)
     trainer_of(pl, num_sanity_val_steps=1, callbacks=[enter]).fit(module, part_loader(), loader())
     assert_close(full_state(module.network), expected)
+
+
+def check_compiled_blocks(pl):
+    module = module_class(pl)()
+    expected = reference(module.network, sgd)
+    for block in module.network.blocks:
+        block.compile(backend="eager")
+    trainer_of(pl).fit(module, part_loader())
+    assert_close(full_state(module.network), expected)
+
+
+def check_a_failed_run_leaves_a_usable_model(pl):
+    def fail(trainer, module):
+        raise LookupError("made to fail")
+
+    for moment in ("on_fit_start", "on_before_backward", "on_after_backward"):
+        module = module_class(pl)()
+        with pytest.raises(LookupError, match="made to fail"):
+            trainer_of(pl, callbacks=[on(pl, **{moment: fail})]).fit(module, part_loader())
+        assert_close(full_state(module.network), Network().state_dict(), 0.0)
+    trainer_of(pl).validate(module, loader(), verbose=False)
 
 
 # ---- precision

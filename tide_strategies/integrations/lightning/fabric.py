@@ -156,7 +156,7 @@ class FabricStrategy(TideStrategyBase, _Host):
                         f"{type(optimizer).__name__} holds parameters that are not in the module set up with it"
                     )
                 group["params"] = [moved[id(p)] for p in group["params"]]
-        return module, optimizers, *(scheduler or (None,))
+        return module, optimizers, *scheduler  # Lightning 2.6 passes one and expects it back; 2.5 does neither
 
     # ---- training
 
