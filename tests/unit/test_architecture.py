@@ -21,7 +21,7 @@ NAME = "tide_strategies"
 LAYERS: list[set[str]] = [
     {"errors"},
     {"config", "detect", "report", "layout", "topology"},
-    {"collectives", "_native"},
+    {"collectives", "_native", "kernels"},
     {"verify", "planner", "runtime"},
     {"fsdp2"},
     {"integrations"},

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from tide_strategies.collectives.reduce_scatter import BANKS, PIECE_ALIGNMENT
-from tide_strategies.collectives.schedule import Item
 from tide_strategies.config import TideConfig
 from tide_strategies.fsdp2.cpu_path import CpuPath
 from tide_strategies.fsdp2.eligibility import shard_item
@@ -81,6 +80,7 @@ def _connect_cuda(
     from tide_strategies.fsdp2.cuda_path import CudaPath, CudaStreams
     from tide_strategies.runtime.cuda import group as cuda_group
     from tide_strategies.runtime.cuda.engine import CudaEngine
+    from tide_strategies.runtime.cuda.sum_kernels import sum_kernels
 
     size, chunk_bytes = ranks.size(), _chunk_bytes(config, cuda_group.AUTO_CHUNK_BYTES)
     device = torch.cuda.current_device()
@@ -104,7 +104,7 @@ def _connect_cuda(
     for member, home in zip(members, homes, strict=True):
         _reshard(member.group)
         collectives = cuda_group.CudaGroup(
-            engine, member.name, member.layout, home, chunk_bytes, _sum_kernels(device), sum_ctas
+            engine, member.name, member.layout, home, chunk_bytes, sum_kernels(device), sum_ctas
         )
         landings = landing_tensors(member.group, member.layout, collectives.landing.window)
         own = []
@@ -114,17 +114,6 @@ def _connect_cuda(
         member.binding = GroupBinding(CudaPath(collectives, streams, vacated, own), config.all_gather.cache)
         adopt(member.group, landings, member.binding)
     return engine
-
-
-def _sum_kernels(device: int) -> Callable[[int, int, Item, Item, bool], Any]:
-    from tide_strategies.kernels.compile import compile_sum  # Triton: only where a GPU is
-
-    names = {Item.F32: "float32", Item.BF16: "bfloat16"}
-
-    def kernels(staged: int, pointers: int, grad: Item, output: Item, aligned: bool) -> Any:
-        return compile_sum(staged, pointers, names[grad], names[output], aligned, device)
-
-    return kernels
 
 
 def _chunk_bytes(config: TideConfig, auto: int) -> int:

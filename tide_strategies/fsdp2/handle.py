@@ -54,6 +54,8 @@ def apply_tide(model: nn.Module, config: TideConfig | Mapping[str, Any] | None =
     if dist.is_initialized():
         stated = {**options.to_dict(), "torch": torch.__version__, "torch verdict": guard.code}
         agree_on_options(access.mesh_groups(access.meshes(model)), stated, options.timeout_s)
+    if guard.warning and dist.is_initialized() and dist.get_rank() == 0:
+        _log.warning("TIDE: %s", guard.warning)
     handle = TideHandle(options)
     if not options.enabled:
         handle._status = "off (enabled: false); stock FSDP2"

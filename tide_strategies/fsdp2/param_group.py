@@ -46,6 +46,8 @@ class GroupBinding:
         self.path, self.cache = path, cache
         self.all_gathers = path.collectives.all_gathers if path else Tally()
         self.reduce_scatters = path.collectives.reduce_scatters if path else Tally()
+        #: Whether gradients have been kept from a backward without synchronisation since the last reduction.
+        self.accumulated = False
 
 
 class TideParam(FSDPParam):
@@ -116,7 +118,13 @@ class TideParamGroup(FSDPParamGroup):
         self._to_unsharded()
         self._all_gather_result = None
 
-    post_backward = _post_backward
+    def post_backward(self, *unused: Any) -> None:
+        """As torch, with :func:`dispatch` for ``foreach_reduce``."""
+        # FSDP2 calls this for every group in every backward, used or not, so all ranks note the same.
+        self._tide.accumulated |= not self.reduce_grads
+        _post_backward(self, *unused)
+        if self.reduce_grads:
+            self._tide.accumulated = False
 
     def finalize_backward(self) -> None:
         """As torch, after giving back a landing that was gathered into but never waited for (a wrong prefetch)."""

@@ -55,7 +55,13 @@ def dispatch(*args: Any, **kwargs: Any) -> Any:
     group = params[0]._tide_group
     if group.path is None:
         return _stock(group.reduce_scatters, args, kwargs)
-    verdict = _call_verdict(gradients, arguments["reduce_dtype"])
+    reduce_dtype = arguments["reduce_dtype"]
+    direct = list(gradients)
+    if group.accumulated and reduce_dtype is not None:
+        # Kept gradients have the reduction's dtype, new ones the parameters', and which of them a rank has depends on
+        # what it used in the backwards before: the one element type that all ranks can agree on is the reduction's.
+        direct = [g.to(reduce_dtype) for g in direct]
+    verdict = _call_verdict(direct, reduce_dtype)
     if verdict is not None:
         group.reduce_scatters.stock_calls += 1
         group.reduce_scatters.stock_reason = f"{verdict.code} {verdict.reason}"
@@ -63,7 +69,7 @@ def dispatch(*args: Any, **kwargs: Any) -> Any:
     arguments["reduce_scatter_comm"] = DirectReduceScatter(
         group.path,
         tuple(p._tide_index for p in params),
-        [g.contiguous() for g in gradients],
+        [g.contiguous() for g in direct],
         arguments["gradient_divide_factor"],
     )
     return _foreach_reduce_unpacked(**arguments)
@@ -78,7 +84,7 @@ def _stock(tally: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _call_verdict(gradients: list[torch.Tensor], reduce_dtype: torch.dtype | None) -> Verdict | None:
-    """Why this call must run as stock, or None. Alike on all ranks, since dtypes are."""
+    """Why this call must run as stock, or None. Alike on all ranks, as dtypes are once accumulation is allowed for."""
     dtypes = {g.dtype for g in gradients}
     if len(dtypes) > 1:
         return fallback("TIDE-F030")
