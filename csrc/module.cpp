@@ -12,7 +12,6 @@
 
 #include <array>
 #include <cmath>
-#include <map>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -21,10 +20,12 @@
 
 #include "arena.h"
 #include "clock.h"
+#include "cuda/module.h"
 #include "error.h"
 #include "kernels.h"
 #include "memory_limit.h"
 #include "program.h"
+#include "tensor.h"
 #include "window.h"
 
 namespace nb = nanobind;
@@ -77,38 +78,11 @@ Call begin(const ProgramHandle& self, const ArenaHandle& arena, std::vector<uint
 
 using Tensor = nb::ndarray<nb::array_api, nb::ndim<1>, nb::device::cpu, nb::c_contig>;
 
-nb::dlpack::dtype dtype_from_name(const std::string& name) {
-  using Code = nb::dlpack::dtype_code;
-  static const std::map<std::string, std::pair<Code, uint8_t>> known = {
-      {"float64", {Code::Float, 64}}, {"float32", {Code::Float, 32}}, {"float16", {Code::Float, 16}},
-      {"bfloat16", {Code::Bfloat, 16}}, {"int64", {Code::Int, 64}}, {"int32", {Code::Int, 32}},
-      {"int16", {Code::Int, 16}}, {"int8", {Code::Int, 8}}, {"uint8", {Code::UInt, 8}},
-      {"uint16", {Code::UInt, 16}}, {"uint32", {Code::UInt, 32}}, {"uint64", {Code::UInt, 64}},
-      {"bool", {Code::Bool, 8}}, {"complex64", {Code::Complex, 64}}, {"complex128", {Code::Complex, 128}}};
-  const auto it = known.find(name);
-  if (it == known.end()) {
-    std::string allowed;
-    for (const auto& entry : known) allowed += (allowed.empty() ? "" : ", ") + entry.first;
-    throw std::invalid_argument("no dtype \"" + name + "\"; allowed: " + allowed);
-  }
-  nb::dlpack::dtype dtype;
-  dtype.code = static_cast<uint8_t>(it->second.first);
-  dtype.bits = it->second.second;
-  dtype.lanes = 1;
-  return dtype;
-}
-
 // A tensor over part of a Window or Mapping. It owns a reference to that object, so the memory stays.
 template <class View>
 Tensor tensor_of(nb::pointer_and_handle<View> self, int64_t byte_offset, int64_t numel, const std::string& name) {
   const nb::dlpack::dtype dtype = dtype_from_name(name);
-  const int64_t item = dtype.bits / 8, bytes = static_cast<int64_t>(self.p->bytes());
-  if (byte_offset < 0 || numel < 0 || byte_offset > bytes || numel > (bytes - byte_offset) / item)
-    throw std::invalid_argument("byte_offset " + std::to_string(byte_offset) + " and " + std::to_string(numel) +
-                                " elements of " + name + " do not lie within the " + std::to_string(bytes) + " bytes");
-  if (byte_offset % item != 0)
-    throw std::invalid_argument("byte_offset " + std::to_string(byte_offset) + " is not a multiple of the " +
-                                std::to_string(item) + " bytes of " + name);
+  check_within(byte_offset, numel, dtype, name, self.p->bytes());
   const auto shape = static_cast<size_t>(numel);
   return Tensor(reinterpret_cast<void*>(self.p->address() + static_cast<uint64_t>(byte_offset)), 1, &shape, self.h,
                 nullptr, dtype, nb::device::cpu::value, 0);
@@ -236,6 +210,8 @@ NB_MODULE(_native, m) {
   bind_arena(m);
   bind_views(m);
   bind_program(m);
+  nb::module_ cuda_module = m.def_submodule("cuda", "The same over CUDA devices; needs no device to be imported.");
+  cuda::bind(cuda_module);
 }
 
 }  // namespace tide

@@ -1,0 +1,122 @@
+// An encoded schedule as the device gets it: runs of like operations, each given to the driver at once.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "control.h"
+#include "../program.h"
+#include "sum.h"
+
+namespace tide::cuda {
+
+struct Operand {
+  int64_t base;
+  int64_t offset;
+};
+
+struct FlatCopy {
+  Operand src, dst;
+  size_t bytes;
+};
+
+struct PitchedCopy {
+  Operand src, dst;
+  size_t row_bytes, rows, src_pitch, dst_pitch;
+};
+
+struct Clear {
+  Operand dst;
+  size_t bytes;
+};
+
+// A wait: until the cell has come to `value` above the slot's total before the call. A notification: the own
+// cell has come to `value` above its total before the call.
+struct Signal {
+  bool wait;
+  uint32_t counter;  // local id
+  uint32_t slot;     // waits: in await_slots()
+  int64_t reader;    // notifications: a rank, or kEveryOther
+  uint32_t value;
+};
+
+struct Segment {
+  enum Kind { kCopies, kPitched, kClear, kSignals, kSums } kind;
+  size_t first, count;  // in the list of that kind
+  bool waits = false;
+};
+
+class Program {
+ public:
+  // `readers`: the ranks that "every other rank" stands for; empty: all of the control's.
+  Program(const tide::Program::Parts& parts, const std::vector<int64_t>& readers);
+
+  const tide::Program& table() const { return table_; }
+  const std::vector<Segment>& segments(size_t stream) const { return streams_[stream]; }
+  size_t n_streams() const { return streams_.size(); }
+  const std::vector<FlatCopy>& copies() const { return copies_; }
+  const std::vector<PitchedCopy>& pitched() const { return pitched_; }
+  const std::vector<Clear>& clears() const { return clears_; }
+  const std::vector<Signal>& signals() const { return signals_; }
+  const std::vector<std::vector<size_t>>& sums() const { return sums_; }  // op numbers per run
+  // What kEveryOther stands for; empty: all other ranks of the control.
+  const std::vector<uint32_t>& readers() const { return readers_; }
+
+  void set_sum_kernel(const SumKernel& kernel, Device& device);
+  std::shared_ptr<const SumPlan> sum_plan() const;
+
+  // Throws unless the program can run on this control; remembers the last one that it was found to fit.
+  void check_fits(const Control& control) const;
+
+ private:
+  void compile_stream(size_t stream, std::vector<int64_t>& notifier);
+  void add_copy(size_t op, std::vector<Segment>& out);
+  void add_notify(size_t op, size_t stream, std::vector<int64_t>& notifier, std::vector<Segment>& out);
+
+  tide::Program table_;
+  std::vector<uint32_t> readers_;
+  std::vector<std::vector<Segment>> streams_;
+  std::vector<FlatCopy> copies_;
+  std::vector<PitchedCopy> pitched_;
+  std::vector<Clear> clears_;
+  std::vector<Signal> signals_;
+  std::vector<std::vector<size_t>> sums_;
+  std::vector<uint32_t> notified_;  // per local counter, in one call
+  mutable std::atomic<uint64_t> fits_{0};
+  mutable std::mutex plan_lock_;
+  std::shared_ptr<const SumPlan> plan_;
+};
+
+// One use of a program: addresses, counters, and what they had come to before it.
+class Call {
+ public:
+  Call(std::shared_ptr<Control> control, std::shared_ptr<const Program> program, std::vector<uint64_t> bases,
+       std::vector<uint32_t> counters, uint32_t tag, float divisor);
+
+  // Gives one stream of the program to the device; returns at once.
+  void enqueue(size_t stream, uint64_t cuda_stream) const;
+  uint32_t seq() const { return seq_; }
+  size_t n_streams() const { return program_->n_streams(); }
+
+ private:
+  DevicePtr at(const Operand& o) const { return bases_[static_cast<size_t>(o.base)] + static_cast<uint64_t>(o.offset); }
+  void enqueue_copies(const Segment& segment, StreamHandle stream) const;
+  void enqueue_pitched(const Segment& segment, StreamHandle stream) const;
+  void enqueue_signals(const Segment& segment, StreamHandle stream) const;
+  void append_notify(const Signal& s, std::vector<MemOp>& ops) const;
+
+  std::shared_ptr<Control> control_;
+  std::shared_ptr<const Program> program_;
+  std::shared_ptr<const SumPlan> plan_;
+  std::vector<uint64_t> bases_;
+  std::vector<uint32_t> counters_;
+  std::vector<uint32_t> await_base_;  // per await slot
+  std::vector<uint32_t> own_base_;    // per local counter: own total before this call
+  uint32_t seq_ = 0, tag_ = 0;
+  float inverse_ = 1.0f;
+};
+
+}  // namespace tide::cuda

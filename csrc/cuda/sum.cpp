@@ -1,0 +1,178 @@
+#include "sum.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "clock.h"
+#include "error.h"
+#include "stream.h"
+
+namespace tide::cuda {
+namespace {
+
+constexpr int64_t kUploadNs = 30'000'000'000;
+constexpr int64_t kTeardownNs = 1'000'000'000;
+constexpr int64_t kDefaultSharedBytes = 48 << 10;
+
+void between(const char* name, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high)
+    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; allowed: " +
+                                std::to_string(low) + " to " + std::to_string(high));
+}
+
+[[noreturn]] void refuse(size_t op, const std::string& why) {
+  throw std::invalid_argument("op " + std::to_string(op) + ": the sum kernel needs " + why);
+}
+
+int64_t in_elements(size_t op, int64_t bytes, int64_t item, const char* what) {
+  if (bytes % item != 0)
+    refuse(op, std::string(what) + " at a multiple of its " + std::to_string(item) + " bytes an element; it is at " +
+                   std::to_string(bytes));
+  return bytes / item;
+}
+
+}  // namespace
+
+SumPlan::SumPlan(const tide::Program& table, const std::vector<std::vector<size_t>>& runs, const SumKernel& kernel,
+                 Device& device)
+    : device_(device), kernel_(kernel) {
+  if (kernel.function == 0) throw std::invalid_argument("function is 0");
+  between("threads", kernel.threads, 1, 1024);
+  between("shared_bytes", kernel.shared_bytes, 0, 1 << 20);
+  between("ctas", kernel.ctas, 1, 1 << 20);
+  between("max_pointers", kernel.max_pointers, 1, 256);
+  between("tile", kernel.tile, 1, std::numeric_limits<int32_t>::max());
+  between("extra_null_pointers", kernel.extra_null_pointers, 0, 16);
+  for (const auto& run : runs) {
+    std::vector<Launch> launches;
+    for (const size_t op : run) add(table, op, launches);
+    runs_.push_back(std::move(launches));
+  }
+  const Current current(device_);
+  if (kernel.shared_bytes > kDefaultSharedBytes)
+    check(api().FuncSetAttribute(reinterpret_cast<FunctionHandle>(kernel.function), kMaxDynamicSharedBytes,
+                                 static_cast<int>(kernel.shared_bytes)),
+          "cuFuncSetAttribute");
+  if (!tiles_.empty()) upload();
+}
+
+void SumPlan::add(const tide::Program& table, size_t op_number, std::vector<Launch>& launches) {
+  const Op& op = table.ops()[op_number];
+  const int64_t elements = op[3], n = op[6];
+  if ((op[8] & kAccumulate) != 0) refuse(op_number, "sums that do not accumulate");
+  if (n_sources_ == 0) {
+    n_sources_ = n;
+    src_dtype_ = op[4];
+    dst_dtype_ = op[5];
+  }
+  if (n != n_sources_ || op[4] != src_dtype_ || op[5] != dst_dtype_)
+    refuse(op_number, "the same number of sources and the same dtypes in all sums of a program");
+  const int64_t src_item = dtype_bytes(op[4]), dst_item = dtype_bytes(op[5]);
+  const Source* sources = table.sources().data() + op[7];
+  const Source& gradient = sources[n - 1];
+  int64_t stride = 0;
+  for (int64_t i = 0; i + 1 < n; ++i) {
+    if (sources[i].base != sources[0].base || sources[i].base == gradient.base)
+      refuse(op_number, "staged sources in one area, followed by one source elsewhere");
+    if (i == 1) stride = sources[1].offset - sources[0].offset;
+    if (i > 1 && sources[i].offset - sources[i - 1].offset != stride)
+      refuse(op_number, "staged sources at a constant distance from one to the next");
+  }
+  const int64_t staging = n > 1 ? sources[0].base : -1;
+  const int64_t staged_at = n > 1 ? in_elements(op_number, sources[0].offset, src_item, "a staged source") : 0;
+  const int64_t stride_at = in_elements(op_number, stride, src_item, "a staged source");
+  const int64_t gradient_at = in_elements(op_number, gradient.offset, src_item, "a gradient");
+  const int64_t output_at = in_elements(op_number, op[2], dst_item, "an output");
+  const bool scaled = (op[8] & kScaled) != 0;
+
+  Launch* launch = launches.empty() ? nullptr : &launches.back();
+  size_t pointer = 0;
+  if (launch != nullptr) {
+    const auto& known = launch->pointers;
+    pointer = static_cast<size_t>(std::find(known.begin(), known.end(), gradient.base) - known.begin());
+    if (launch->staging != staging || launch->output != op[1] || launch->scaled != scaled ||
+        pointer == static_cast<size_t>(kernel_.max_pointers))
+      launch = nullptr;
+  }
+  if (launch == nullptr) {
+    launches.push_back({});
+    launch = &launches.back();
+    launch->first_tile = static_cast<int32_t>(tiles_.size());
+    launch->staging = staging;
+    launch->output = op[1];
+    launch->scaled = scaled;
+    pointer = 0;
+  }
+  if (pointer == launch->pointers.size()) launch->pointers.push_back(gradient.base);
+  for (int64_t at = 0; at < elements; at += kernel_.tile) {
+    if (tiles_.size() == static_cast<size_t>(std::numeric_limits<int32_t>::max()))
+      throw std::invalid_argument("tile is " + std::to_string(kernel_.tile) + ", which gives more than 2**31 tiles");
+    tiles_.push_back({static_cast<int64_t>(pointer), gradient_at + at, staged_at + at, stride_at, output_at + at,
+                      std::min(kernel_.tile, elements - at)});
+    ++launch->n_tiles;
+  }
+}
+
+void SumPlan::upload() {
+  const size_t bytes = tiles_.size() * sizeof(Tile);
+  check(api().MemAlloc(&table_, bytes), "cuMemAlloc");
+  Stream stream(device_.ordinal(), 0);
+  Event done(device_);
+  check(api().MemcpyHtoDAsync(table_, tiles_.data(), bytes, stream.handle()), "cuMemcpyHtoDAsync");
+  done.record(stream.handle());
+  if (!done.wait(now_ns() + kUploadNs))
+    throw OsError(ETIMEDOUT, "device " + std::to_string(device_.ordinal()) + " did not take the tile table within " +
+                                 std::to_string(kUploadNs / 1'000'000'000) + " s");
+}
+
+// Freeing device memory waits for the device, without limit if a wait is blocked: leak instead.
+SumPlan::~SumPlan() {
+  if (table_ == 0) return;
+  try {
+    if (!settle(device_, kTeardownNs)) return;
+    const Current current(device_);
+    (void)api().MemFree(table_);
+  } catch (const std::exception&) {
+    // The driver is going down.
+  }
+}
+
+size_t SumPlan::n_launches() const {
+  size_t n = 0;
+  for (const auto& run : runs_) n += run.size();
+  return n;
+}
+
+void SumPlan::launch(size_t run, const std::vector<uint64_t>& bases, float inverse, StreamHandle stream) const {
+  const auto n_pointers = static_cast<size_t>(kernel_.max_pointers);
+  const auto n_null = static_cast<size_t>(kernel_.extra_null_pointers);
+  uint64_t pointers[256];
+  uint64_t null_pointer = 0;
+  void* arguments[6 + 256 + 16];
+  for (const Launch& l : runs_[run]) {
+    uint64_t table = table_;
+    int32_t first = l.first_tile, count = l.n_tiles;
+    uint64_t staging = l.staging < 0 ? 0 : bases[static_cast<size_t>(l.staging)];
+    uint64_t output = bases[static_cast<size_t>(l.output)];
+    float factor = l.scaled ? inverse : 1.0f;
+    size_t at = 0;
+    for (void* a : {static_cast<void*>(&table), static_cast<void*>(&first), static_cast<void*>(&count),
+                    static_cast<void*>(&staging), static_cast<void*>(&output), static_cast<void*>(&factor)})
+      arguments[at++] = a;
+    for (size_t i = 0; i < n_pointers; ++i) {
+      pointers[i] = i < l.pointers.size() ? bases[static_cast<size_t>(l.pointers[i])] : 0;
+      arguments[at++] = &pointers[i];
+    }
+    for (size_t i = 0; i < n_null; ++i) arguments[at++] = &null_pointer;
+    const auto ctas = static_cast<unsigned>(std::min<int64_t>(kernel_.ctas, count));
+    check(api().LaunchKernel(reinterpret_cast<FunctionHandle>(kernel_.function), ctas, 1, 1,
+                             static_cast<unsigned>(kernel_.threads), 1, 1,
+                             static_cast<unsigned>(kernel_.shared_bytes), stream, arguments, nullptr),
+          "cuLaunchKernel");
+  }
+}
+
+}  // namespace tide::cuda
