@@ -120,7 +120,9 @@ def parameter_digest(module: torch.nn.Module) -> str:
         for name, parameter in module.named_parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             digest.update(name.encode())
-            digest.update(whole.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            # A copy: a storage that numpy has looked into cannot be freed by FSDP2 any more, and the root's
+            # parameters are still whole (no DTensors) after a validation.
+            digest.update(whole.detach().cpu().contiguous().clone().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
