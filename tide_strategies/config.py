@@ -173,6 +173,10 @@ class TideConfig:
         """The options as plain nested dictionaries, which :meth:`from_any` reads back to an equal config."""
         return asdict(self)
 
+    def changed(self) -> list[str]:
+        """Dotted names of the options that differ from their defaults."""
+        return [name for name, value in _flat(self.to_dict()).items() if value != _DEFAULTS.get(name, value)]
+
 
 def parse_topology(text: str) -> TopologyConfig:
     """Read ``"NODESxGPUS"``, for example ``"2x4"``.
@@ -284,3 +288,14 @@ def _at_least(value: Any, low: int, name: str) -> None:
 def _above_zero(value: float, name: str, most: float = sys.float_info.max) -> None:
     if not 0 < value <= most:
         raise TideConfigError(f"TIDE option {name!r} must be above zero and at most {most:g}; got {value!r}")
+
+
+def _flat(data: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """``{"all_gather.slots": 2, ...}`` from nested dictionaries."""
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        out.update(_flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value})
+    return out
+
+
+_DEFAULTS = _flat(TideConfig().to_dict())

@@ -26,6 +26,21 @@ from tide_strategies.report import CollectiveStats, GroupReport
 _log = logging.getLogger("tide_strategies")
 
 
+#: Options that change nothing on this kind of device, or nothing yet.
+_WITHOUT_EFFECT = {
+    "rail",
+    "calibration.cache",
+    "calibration.budget_s",
+    "debug.trace",
+    "all_gather.multicast",
+    "reduce_scatter.mode",
+    "reduce_scatter.landing_ctas",
+    "reduce_scatter.round_width",
+    "reduce_scatter.passes",
+}
+_WITHOUT_EFFECT_ON = {"cpu": {"reduce_scatter.sum_ctas"}, "cuda": {"debug.poison_slots"}}
+
+
 @dataclass
 class InstalledGroup:
     """One parameter group after installation."""
@@ -127,7 +142,13 @@ class Installation:
         return list(out.values())
 
     def _decide(self) -> None:
-        """Warn once about fallbacks, or raise under ``strict``. What the user asked for is no fallback."""
+        """Warn once about options without effect and about fallbacks, or raise for fallbacks under ``strict``."""
+        devices = {g.group.device.type for g in self.groups}
+        idle = _WITHOUT_EFFECT.union(*(_WITHOUT_EFFECT_ON.get(d, set()) for d in devices))
+        unused = [name for name in self.config.changed() if name in idle]
+        if unused and dist.get_rank() == 0:
+            _log.warning("TIDE: these options have no effect on %s ranks: %s", "/".join(devices), ", ".join(unused))
+        # What the user asked for (plan: stock) is no fallback.
         stock = [g for g in self.groups if g.verdict.code not in (OK, "TIDE-F022")]
         if not stock:
             return
