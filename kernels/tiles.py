@@ -81,10 +81,13 @@ def default_shape(staged: int, item_bytes: int, aligned: bool, shared_limit: int
     """A shape for ``staged + 1`` sources of ``item_bytes`` an element on a device with ``shared_limit`` bytes a block.
 
     Aligned loads go through a ring in shared memory as deep as fits. Unaligned ones cannot (asynchronous copies move 4
-    bytes at least), so they rely on many threads.
+    bytes at least), so they rely on many threads and on registers, of which 512 threads have 128 each.
     """
     if not aligned:
-        return SumShape(tile=8192, warps=16, stages=1)
+        tile = 8192
+        while tile > 512 and (staged + 1) * tile > 4 * 8192:
+            tile //= 2
+        return SumShape(tile=tile, warps=16, stages=1)
     tile = 8192
     while tile > 1024 and (staged + 1) * tile * item_bytes > _TILE_BYTES:
         tile //= 2
