@@ -23,13 +23,17 @@ def outermost_fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     return [m for child in model.children() for m in outermost_fsdp_modules(child)]
 
 
+def fsdp_modules(root: FSDPModule) -> list[Any]:
+    """``root`` and every module under it that ``fully_shard`` was applied to, in module order."""
+    return [m for m in root.modules() if isinstance(m, FSDPModule)]  # type: ignore[attr-defined]
+
+
 def param_groups(root: FSDPModule) -> list[Any]:
     """Every FSDPParamGroup under ``root``, once each, in module order."""
     seen: dict[int, Any] = {}
-    for module in root.modules():  # type: ignore[attr-defined]
-        if isinstance(module, FSDPModule):
-            for group in _groups_of_state(module._get_fsdp_state()):
-                seen.setdefault(id(group), group)
+    for module in fsdp_modules(root):
+        for group in _groups_of_state(module._get_fsdp_state()):
+            seen.setdefault(id(group), group)
     return list(seen.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,9 @@ from tide_strategies.report import TideReport
 
 _log = logging.getLogger("tide_strategies")
 
+#: FSDP2 modules that a handle has, from apply_tide until its close (or until the installation fails).
+_held: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
 
 def apply_tide(model: nn.Module, config: TideConfig | Mapping[str, Any] | None = None) -> TideHandle:
     """Make the FSDP2 modules of ``model`` communicate through TIDE.
@@ -39,7 +43,8 @@ def apply_tide(model: nn.Module, config: TideConfig | Mapping[str, Any] | None =
         A handle with ``report()`` and ``close()``.
 
     Raises:
-        TideConfigError: an option is wrong, or the model has no FSDP2 module.
+        TideConfigError: an option is wrong, the model has no FSDP2 module, another handle has it already, or there is
+            no process group.
         TideMismatchError: ranks were given different options.
         TideFallbackError: ``strict`` and TIDE cannot be used at all here.
     """
@@ -50,11 +55,17 @@ def apply_tide(model: nn.Module, config: TideConfig | Mapping[str, Any] | None =
             f"apply_tide needs a model that fully_shard was applied to; {type(model).__name__} has no FSDPModule. "
             f"Call torch.distributed.fsdp.fully_shard on its blocks and on the model first."
         )
+    if any(module in _held for root in roots for module in access.fsdp_modules(root)):
+        raise TideConfigError(
+            f"TIDE is already applied to this {type(model).__name__}, or to a part of it. Call close() on the handle "
+            f"that apply_tide returned first."
+        )
+    if not dist.is_initialized():
+        raise TideConfigError("apply_tide needs the process group that fully_shard was given; it has been destroyed.")
     guard = check_torch()
-    if dist.is_initialized():
-        stated = {**options.to_dict(), "torch": torch.__version__, "torch verdict": guard.code}
-        agree_on_options(access.mesh_groups(access.meshes(model)), stated, options.timeout_s)
-    if guard.warning and dist.is_initialized() and dist.get_rank() == 0:
+    stated = {**options.to_dict(), "torch": torch.__version__, "torch verdict": guard.code}
+    agree_on_options(access.mesh_groups(access.meshes(model)), stated, options.timeout_s)
+    if guard.warning and dist.get_rank() == 0:
         _log.warning("TIDE: %s", guard.warning)
     handle = TideHandle(options)
     if not options.enabled:
@@ -64,7 +75,7 @@ def apply_tide(model: nn.Module, config: TideConfig | Mapping[str, Any] | None =
         if options.strict:
             raise TideFallbackError(f"TIDE (strict): {verdict}")
         handle._status = f"stock FSDP2: {verdict}"
-        if dist.is_initialized() and dist.get_rank() == 0:
+        if dist.get_rank() == 0:
             _log.warning("TIDE: %s", verdict)
     else:
         for root in roots:
@@ -80,6 +91,7 @@ class TideHandle:
         self._status = "waits for the first forward"
         self._hooks: dict[FSDPModule, RemovableHandle] = {}
         self._installations: list[Any] = []
+        self._held: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
     def installed(self) -> bool:
@@ -101,14 +113,19 @@ class TideHandle:
 
     def close(self) -> None:
         """Put stock FSDP2 back and release shared memory. Not between a forward and its backward. Idempotent."""
+        if self._held:
+            self._status = "closed; stock FSDP2"
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         for installation in self._installations:
             installation.close()
-        if self._installations:
-            self._status = "closed; stock FSDP2"
         self._installations.clear()
+        self._let_go(list(self._held))
+
+    def _let_go(self, modules: list[nn.Module]) -> None:
+        _held.difference_update(modules)
+        self._held.difference_update(modules)
 
     def _install_at_first_forward(self, root: FSDPModule) -> None:
         @torch.compiler.disable
@@ -119,7 +136,14 @@ class TideHandle:
             hook.remove()
             from tide_strategies.fsdp2.install import Installation  # private torch names: only behind the guards
 
-            self._installations.append(Installation(root, self.config))
+            try:
+                self._installations.append(Installation(root, self.config))
+            except BaseException as e:
+                self._status = f"stock FSDP2: the installation failed ({type(e).__name__}: {e})"
+                self._let_go(access.fsdp_modules(root))  # so that TIDE can be applied again once the cause is gone
+                raise
 
+        self._held.update(access.fsdp_modules(root))
+        _held.update(self._held)
         # prepend: before FSDP2's own hook, which gathers the root's parameters
         self._hooks[root] = root.register_forward_pre_hook(install, prepend=True)  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tide_strategies.errors import TideMismatchError, TidePeerError, TideTimeoutError
+from tide_strategies.runtime.teardown import install_exit_teardown
 
 #: All-gathers one payload per rank of a group, in rank order.
 Exchange = Callable[[bytes], list[bytes]]
@@ -58,6 +59,7 @@ def process_group_exchange(group: dist.ProcessGroup, timeout_s: float, what: str
             raise
         except RuntimeError as e:
             if "timed out" in str(e).lower() or "timeout" in str(e).lower():
+                install_exit_teardown()  # what is left in flight must not hold up the end of the program
                 raise TideTimeoutError(
                     f"TIDE: not every rank reached {what} within timeout_s={timeout_s:g}. Every rank must apply TIDE "
                     f"to the same model and run it; a rank may also be stuck or dead. ({e})"

@@ -33,6 +33,8 @@ def failure(
         f"rank {rank} in {call} (operation {outcome.op}) awaits {counter} of rank {outcome.writer}: "
         f"expected {outcome.expected}, seen {outcome.seen}"
     )
+    if outcome.op < 0:
+        waiting = f"rank {rank} at the beginning of {call}"
     if outcome.status == "aborted" and aborted is not None:
         return TidePeerError(
             f"TIDE: rank {aborted[0]} stopped first: {aborted[2].decode(errors='replace')} [here: {waiting}] {_WHERE}"
