@@ -190,3 +190,228 @@ class Program:
         timeout_s: float,
     ) -> Outcome:
         """:meth:`begin` and all streams in order, within ``timeout_s`` seconds of waiting altogether."""
+
+# A submodule at run time; a class here, because one file describes it all.
+class cuda:
+    """The same over the GPUs of one host: memory that ranks share, and programs that streams run.
+
+    The driver (``libcuda.so.1``, or what ``TIDE_LIBCUDA`` names) is loaded on first use, and everything happens in the
+    devices' primary contexts, whatever context is current. What the driver refuses raises ``RuntimeError`` with the
+    call and the driver's words, lack of memory ``OSError`` with ENOMEM, a wait beyond its bound ``TimeoutError``.
+    """
+
+    @staticmethod
+    def probe() -> dict[str, Any]:
+        """``available``, ``reason`` (why not), ``driver_version``, ``devices``. Never raises; makes no context."""
+    @staticmethod
+    def device_info(ordinal: int) -> dict[str, Any]:
+        """What a device is and can do; makes no context.
+
+        ``name``, ``compute_capability`` (two numbers), ``total_memory``, ``async_engines``, ``stream_mem_ops``,
+        ``can_use_64_bit_stream_mem_ops``, ``posix_fd`` (memory can be shared by descriptor), ``multicast_supported``
+        (by the hardware; nothing here ever creates a multicast object), ``batch_copies``, ``pci_bus_id``, ``uuid``,
+        ``granularity`` (bytes that allocations are rounded up to).
+        """
+    @staticmethod
+    def can_access_peer(a: int, b: int) -> bool:
+        """Whether device ``a`` can address memory of device ``b``."""
+    @staticmethod
+    def order(from_stream: int, to_stream: int) -> None:
+        """Let one stream continue only after what another holds now. Either may be a default stream."""
+
+    class Allocation:
+        """Physical memory of a device that other processes can map. ``OSError`` (ENOMEM) if there is not enough."""
+
+        def __init__(self, device: int, bytes: int) -> None: ...
+        @staticmethod
+        def from_fd(fd: int, bytes: int, device: int) -> cuda.Allocation:
+            """Memory that another process exported. ``device`` is the own one; ``fd`` stays the caller's to close."""
+        def export_fd(self) -> int:
+            """A new descriptor of the memory, the caller's to close."""
+        @property
+        def device(self) -> int: ...
+        @property
+        def bytes(self) -> int:
+            """Bytes asked for, rounded up to the device's granularity."""
+
+    class Mapping:
+        """All of an allocation at an address of ``device``; it goes with the last reference and the last tensor.
+
+        Memory is unmapped only when the device is through with what it was given before; if that takes more than two
+        seconds (a peer is awaited that never comes), it stays mapped until the process ends.
+        """
+
+        def __init__(self, allocation: cuda.Allocation, device: int) -> None: ...
+        @property
+        def device(self) -> int: ...
+        @property
+        def address(self) -> int: ...
+        @property
+        def bytes(self) -> int: ...
+        def tensor(self, byte_offset: int, numel: int, dtype: str) -> Any:
+            """See :meth:`_native.Window.tensor`; the DLPack object is on the device."""
+
+    class Window:
+        """A range of device addresses whose contents can be exchanged. At first, any access faults."""
+
+        def __init__(self, device: int, bytes: int) -> None: ...
+        @property
+        def device(self) -> int: ...
+        @property
+        def address(self) -> int: ...
+        @property
+        def bytes(self) -> int:
+            """Bytes asked for, rounded up to the device's granularity."""
+        def map(self, allocation: cuda.Allocation) -> None:
+            """Show the first :attr:`bytes` of an allocation. Addresses and tensors stay.
+
+            Waits for the device if another allocation was shown (``TimeoutError`` after a minute, and nothing has
+            changed); does nothing if it was this one.
+            """
+        def unmap(self) -> None:
+            """Show nothing; waits like :meth:`map`."""
+        def poison(self) -> None:
+            """The same as :meth:`unmap`: any access faults, which ends the use of the device by this process."""
+        def tensor(self, byte_offset: int, numel: int, dtype: str) -> Any:
+            """See :meth:`_native.Window.tensor`; the DLPack object is on the device."""
+
+    class Stream:
+        """A non-blocking CUDA stream. Lower priorities are more urgent; what the device lacks is rounded."""
+
+        def __init__(self, device: int, priority: int) -> None: ...
+        @property
+        def device(self) -> int: ...
+        @property
+        def handle(self) -> int:
+            """For ``torch.cuda.ExternalStream``; valid while this object lives."""
+
+    class Control:
+        """Counter cells in device memory, and the record of the waits that the device was given.
+
+        The cell of (counter, writer) is the 32-bit word at ``(counter * ranks + writer) * 16`` bytes of a rank's
+        control memory. A notification stores the writer's new total there, in the memory of every reader.
+
+        The own cells are zeroed: let all ranks meet afterwards, before any of them notifies.
+
+        Args:
+            own: this rank's control memory, at least :meth:`control_bytes`, mapped for ``device``.
+            peers: every other rank's, mapped for ``device``; None where nothing is sent to, and for the own rank.
+        """
+
+        def __init__(
+            self,
+            device: int,
+            ranks: int,
+            rank: int,
+            counters: int,
+            own: cuda.Mapping,
+            peers: Sequence[cuda.Mapping | None],
+        ) -> None: ...
+        @staticmethod
+        def control_bytes(ranks: int, counters: int) -> int:
+            """Bytes of control memory that every rank needs."""
+        @property
+        def device(self) -> int: ...
+        @property
+        def ranks(self) -> int: ...
+        @property
+        def rank(self) -> int: ...
+        @property
+        def counters(self) -> int: ...
+        def outstanding(self) -> int:
+            """Runs of waits that the device was given and has not finished."""
+        def overdue(self, seconds: float) -> list[dict[str, Any]]:
+            """Waits that have lasted ``seconds`` since this method first saw that the device has come to them.
+
+            Each has ``k`` (number of the run of waits), ``seq`` and ``tag`` of the call, ``counter`` (physical),
+            ``writer``, ``expected``, ``seen`` (None if the cells could not be read within a second) and ``blocked_s``.
+            Of a run of waits only those are named whose cell falls short.
+            """
+        def release(self) -> bool:
+            """Fail-stop: let every present and future wait of this control pass. What is computed then is worthless.
+
+            The own cells become 2**30 more than this rank expects them to be in the end, and streams enqueued from now
+            on do not wait. A peer that goes on may store a smaller total over that: repeat until :meth:`outstanding` is
+            0. False if the device did not take it within about three seconds.
+            """
+        @property
+        def released(self) -> bool:
+            """Whether :meth:`release` was called."""
+
+    class Call:
+        """One use of a program; its streams may be enqueued at different times, on different CUDA streams."""
+
+        @property
+        def seq(self) -> int:
+            """Number of this call among all of this rank on the control, from 1."""
+        def enqueue(self, stream_index: int, cuda_stream: int) -> None:
+            """Give one stream of the program to a CUDA stream of the control's device, by handle. Returns at once.
+
+            Default streams (handles 0, 1, 2) raise ``ValueError``. Calls that notify the same counter must reach the
+            device in their order: it stores totals. Program, control, and the memory that is read and written must stay
+            until the device is through.
+            """
+
+    class Program:
+        """An encoded schedule, as :class:`_native.Program` has it, for the device.
+
+        Differences: word 3 of a notification (reader rank, or -2 for every other rank) counts; copies do not cast, rows
+        may not overlap, and copies in a row are given to the driver at once, in no order; a counter is notified by one
+        stream only, by as much in all as ``advance`` says for this rank; no rank awaits itself. Dividing is multiplying
+        by the rounded reciprocal, which is the same for powers of two.
+
+        Args:
+            readers: the ranks that "every other rank" stands for; all of the control's if there are none.
+        """
+
+        def __init__(
+            self,
+            ops: bytes,
+            sources: bytes,
+            streams: Sequence[tuple[int, int]],
+            n_bases: int,
+            n_counters: int,
+            advance: Sequence[tuple[int, int, int]],
+            readers: Sequence[int] = (),
+        ) -> None: ...
+        @property
+        def n_ops(self) -> int: ...
+        @property
+        def n_streams(self) -> int: ...
+        def segments(self, stream: int) -> list[tuple[str, int]]:
+            """How a stream reaches the driver: ``copies``, ``pitched``, ``clear``, ``signals``, ``sums``; how many."""
+        @property
+        def sum_launches(self) -> int:
+            """Kernel launches of a call; 0 before :meth:`set_sum_kernel`."""
+        @property
+        def sum_tiles(self) -> int:
+            """Rows of the tile table; 0 before :meth:`set_sum_kernel`."""
+        def set_sum_kernel(
+            self,
+            function: int,
+            threads: int,
+            shared_bytes: int,
+            ctas: int,
+            max_pointers: int,
+            tile: int,
+            extra_null_pointers: int,
+            device: int | None = None,
+        ) -> None:
+            """Set what adds, a CUfunction with the arguments that ``kernels.sum`` lists; upload the table of tiles.
+
+            All sums have the same number of sources and dtypes: staged ones at a constant distance in one area, then
+            one elsewhere. ``ValueError`` if not, or for sums that accumulate. Sums in a row are one launch, unless the
+            staging, the output or the scaling changes or there are more than ``max_pointers`` gradients.
+
+            Args:
+                threads, shared_bytes: of a thread block.
+                ctas: thread blocks at most.
+                max_pointers: gradient addresses that the kernel takes.
+                tile: elements that a tile has at most.
+                extra_null_pointers: null pointers that follow the arguments.
+                device: where the function was loaded; by default the device of the current context.
+            """
+        def begin(
+            self, control: cuda.Control, bases: Sequence[int], counters: Sequence[int], tag: int, divisor: float
+        ) -> cuda.Call:
+            """Begin a call: note the counters' bases, advance this rank's totals; see :meth:`_native.Program.begin`."""

@@ -162,6 +162,7 @@ void bind_memory(nb::module_& m) {
       .def("map", [](WindowHandle& w, const AllocationHandle& allocation) { w.it->map(allocation.it); },
            "allocation"_a, Released())
       .def("unmap", [](WindowHandle& w) { w.it->unmap(); }, Released())
+      .def("poison", [](WindowHandle& w) { w.it->unmap(); }, Released())
       .def_prop_ro("device", &WindowHandle::device)
       .def_prop_ro("address", &WindowHandle::address)
       .def_prop_ro("bytes", &WindowHandle::bytes)

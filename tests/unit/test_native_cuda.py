@@ -1,0 +1,88 @@
+"""The CUDA transport, on a fake driver that is built here: every scenario of ``tests/fake_cuda`` in a fresh process."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FAKE = Path(__file__).parents[1] / "fake_cuda"
+SCENARIOS = [
+    (path.stem, node.name)
+    for path in sorted(FAKE.glob("*_scenarios.py"))
+    for node in ast.parse(path.read_text()).body
+    if isinstance(node, ast.FunctionDef)
+    and any(isinstance(d, ast.Name) and d.id == "scenario" for d in node.decorator_list)
+]
+
+
+def build(folder: Path, *options: str) -> Path:
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to build the fake driver with")
+    library = folder / "libcuda.so.1"
+    command = [compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", *options]
+    done = subprocess.run([*command, "-o", library, FAKE / "fake_cuda.cpp"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return library
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("fake_cuda"))
+
+
+@pytest.fixture(scope="session")
+def old_driver(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("fake_cuda_old"), "-DFAKE_CUDA_OLD")
+
+
+def python(*arguments: str, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, env={**os.environ, **env}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+def probe(**env: str) -> str:
+    return python("-c", "from tide_strategies._native import cuda; print(cuda.probe())", **env)
+
+
+@pytest.mark.parametrize(("file", "scenario"), SCENARIOS, ids=[name for _, name in SCENARIOS])
+def test_scenario(driver, file, scenario):
+    python(str(FAKE / f"{file}.py"), scenario, TIDE_LIBCUDA=str(driver))
+
+
+@pytest.mark.parametrize(
+    ("file", "scenario"),
+    [("program_scenarios", "copies_of_every_kind"), ("memory_scenarios", "remapping_waits_for_the_device")],
+)
+def test_drivers_before_cuda_13_serve_too(old_driver, file, scenario):
+    python(str(FAKE / f"{file}.py"), scenario, TIDE_LIBCUDA=str(old_driver))
+
+
+def test_without_a_driver_the_reason_is_given(tmp_path):
+    missing = probe(TIDE_LIBCUDA=str(tmp_path / "none.so"))
+    assert "'available': False" in missing
+    assert "TIDE_LIBCUDA cannot be loaded" in missing
+    (tmp_path / "empty.cpp").write_text("int nothing;")
+    if shutil.which("g++"):
+        library = tmp_path / "empty.so"
+        subprocess.run(["g++", "-shared", "-fPIC", "-o", library, tmp_path / "empty.cpp"], check=True)
+        assert "the CUDA driver has no cuInit: it is too old" in probe(TIDE_LIBCUDA=str(library))
+    # What needs the driver says the same instead of crashing.
+    code = "from tide_strategies._native import cuda\ntry: cuda.Allocation(0, 1)\nexcept RuntimeError as e: print(e)"
+    assert "TIDE_LIBCUDA cannot be loaded" in python("-c", code, TIDE_LIBCUDA=str(tmp_path / "none.so"))
+
+
+def test_a_machine_without_devices_is_told_from_one_without_a_driver(driver):
+    found = probe(TIDE_LIBCUDA=str(driver), FAKE_CUDA_DEVICES="0")
+    assert "'available': False" in found
+    assert "no CUDA-capable device" in found
+    assert "'driver_version': 13000" in found
