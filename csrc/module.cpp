@@ -204,6 +204,7 @@ NB_MODULE(_native, m) {
       PyErr_SetObject(PyExc_OSError, args.ptr());
     }
   });
+  m.def("advise_huge", &advise_huge, "address"_a, "bytes"_a);
   m.def("kernel_variants", &kernel_variants);
   m.def("kernel_variant", [] { return std::string(kernels().name); });
   m.def("use_kernel_variant", &use_kernels, "name"_a);

@@ -126,4 +126,10 @@ void Window::poison() {
   }
 }
 
+void advise_huge(uint64_t address, uint64_t bytes) {
+  const uint64_t page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  const uint64_t first = (address + page - 1) / page * page, end = (address + bytes) / page * page;
+  if (end > first) (void)::madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+}
+
 }  // namespace tide

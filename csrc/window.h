@@ -48,4 +48,8 @@ class Window {
   uint64_t mapped_bytes_ = 0;  // whole pages
 };
 
+// Ask the kernel for huge pages behind private memory that is about to be written: where a page fault is dear
+// (virtual machines), the faults of a fresh buffer cost more than the writing. Advice: failure changes nothing.
+void advise_huge(uint64_t address, uint64_t bytes);
+
 }  // namespace tide

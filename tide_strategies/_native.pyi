@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 Status = Literal["ok", "timeout", "peer_dead", "aborted", "mismatch"]
 
+def advise_huge(address: int, bytes: int) -> None:
+    """Ask for huge pages behind private memory that is about to be written. Advice: it never fails."""
+
 def kernel_variants() -> list[str]:
     """The instruction-set variants of the arithmetic that this processor can run, best last; all give the same bits."""
 

@@ -118,7 +118,8 @@ def _connect_cuda(
 
 def _chunk_bytes(config: TideConfig, auto: int) -> int:
     stated = config.reduce_scatter.chunk_bytes
-    return auto if stated == "auto" else align(stated, PIECE_ALIGNMENT)
+    # Twice the alignment of pieces, so that chunks begin on multiples of 8 elements of either size (kernels/sum.py).
+    return auto if stated == "auto" else align(stated, 2 * PIECE_ALIGNMENT)
 
 
 def _reshard(group: Any) -> None:
@@ -133,7 +134,8 @@ def _homes(engine: AnyEngine, members: Sequence[Member], config: TideConfig) -> 
     if rotating:
         nbytes = max(m.layout.landing_bytes for m in rotating)
         slots = min(config.all_gather.slots, len(rotating))
-        ring = SlotRing(lambda: engine.add_slot(nbytes, "ring"), slots, config.debug.poison_slots)
+        poison = config.debug.poison_slots and rotating[0].group.device.type == "cpu"
+        ring = SlotRing(lambda: engine.add_slot(nbytes, "ring"), slots, poison)
 
     def home(member: Member) -> SlotRing | Slot:
         if ring is not None and member.group._reshard_after_forward:

@@ -6,6 +6,7 @@ removing TIDE is swapping back.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -240,8 +241,12 @@ def measure(group: Any, binding: GroupBinding) -> None:
 def restore(group: Any) -> None:
     """Give a group its stock class back. Its parameters must not be in use by a backward to come."""
     if type(group) is TideParamGroup:
-        group._drop_pending()
-        group._to_sharded()
+        # After a failure the other ranks cannot be told any more, and need not be: they have stopped as well.
+        with contextlib.suppress(TideError):
+            group._drop_pending()
+        with contextlib.suppress(TideError):
+            group._to_sharded()
+        group._all_gather_result = None
     for param in group.fsdp_params:
         if type(param) is TideParam:
             param.__class__ = FSDPParam  # type: ignore[assignment]

@@ -22,6 +22,9 @@ from tide_strategies.runtime.slots import Slot, SlotRing
 #: small enough that what a rank pushes is still in the shared cache when its owner reads it.
 AUTO_CHUNK_BYTES = 512 * 1024
 
+#: Outputs from this size on are likely to be fresh from the kernel, page by page.
+_HUGE_FROM_BYTES = 4 * 1024 * 1024
+
 
 @dataclass
 class Tally:
@@ -142,6 +145,9 @@ class GroupCollectives:
         reduction = self._reductions.get(key)
         if reduction is None:
             reduction = self._reductions[key] = self._build_reduction(*key)
+        output_bytes = self.output_items(params) * output.size
+        if output_bytes >= _HUGE_FROM_BYTES:
+            _native.advise_huge(output_address, output_bytes)
         addresses = reduction.collective.addresses(output=output_address)
         tally = self.reduce_scatters
         tally.wait_seconds += reduction.collective.replay(gradients, addresses, reduction.tag, divisor)

@@ -1,0 +1,32 @@
+"""Training on GPUs through TIDE equals training through stock FSDP2."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from harness import launch
+from models import Case
+from test_fsdp2_parity import CASES, compare
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU per rank: two GPUs")
+LEFT_OUT = {"poisoned slots", "compiled blocks"}
+GPU_CASES = [c for c in CASES if c.name not in LEFT_OUT]
+
+
+def _deterministic(rank: int, world: int, cases: list[Case]) -> dict[str, float]:
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    return compare(rank, world, cases, device="cuda")
+
+
+@pytest.fixture(scope="module")
+def two_gpus() -> dict[str, float]:
+    return launch(2, _deterministic, GPU_CASES, timeout=220, backend="cpu:gloo,cuda:nccl")[0]
+
+
+@needs_two
+@pytest.mark.parametrize("name", [c.name for c in GPU_CASES])
+def test_two_gpus_are_bit_equal_to_stock(two_gpus, name: str) -> None:
+    assert two_gpus[name] == 0.0
