@@ -1,0 +1,177 @@
+"""The report counts what happened: calls, bytes to the byte, times that can be true, and words to read."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+from harness import launch
+from models import BF16, Case, build, train
+from torch.distributed.tensor import DTensor
+
+from tide_strategies import TideReport, apply_tide
+from tide_strategies.layout import LANDING_ALIGNMENT, align
+from tide_strategies.report import CollectiveStats, GroupReport
+
+PAGE = 4096
+CHUNK = 8192
+SLOTS = 2
+CASE = Case("report", uneven=True, policy=BF16, blocks=4, steps=3)
+ITEM = 2  # bytes of what is gathered, and of the gradients
+ROOT = "(root)"
+
+
+def _expected(model: torch.nn.Module, world: int) -> dict[str, dict[str, int]]:
+    """Per group what one gather and one reduction move on this rank, from the parameters alone."""
+    out: dict[str, dict[str, int]] = {}
+    for name, p in model.named_parameters():
+        assert isinstance(p, DTensor)
+        group = ".".join(name.split(".")[:2]) if name.startswith("blocks") else ROOT
+        counts = out.setdefault(group, {"parameters": 0, "unsharded": 0, "gather": 0, "reduce": 0})
+        own, row = p.to_local().numel(), p.numel() // p.shape[0]
+        counts["parameters"] += 1
+        counts["unsharded"] += align(world * -(-p.shape[0] // world) * row * ITEM, LANDING_ALIGNMENT)
+        counts["gather"] += own * ITEM
+        counts["reduce"] += (p.numel() - own) * ITEM
+    return out
+
+
+def _report(rank: int, world: int, _: Any) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for cache in ("off", "turnaround"):
+        model = build(CASE, world)
+        options = {"all_gather.cache": cache, "all_gather.slots": SLOTS, "reduce_scatter.chunk_bytes": CHUNK}
+        handle = apply_tide(model, {"timeout_s": 30, "strict": True, **options})
+        before = handle.report()
+        assert (before.installed, before.groups, before.arena_bytes) == (False, (), {})
+        assert str(before) == "TIDE: waits for the first forward"
+        start = time.perf_counter()
+        train(model, CASE, rank)
+        elapsed = time.perf_counter() - start
+        report = handle.report()
+        out[cache] = {"report": report.to_dict(), "text": str(report), "elapsed": elapsed}
+        train(model, CASE, rank)
+        out[cache]["again"] = handle.report().to_dict()
+        assert report.to_dict() == out[cache]["report"], "a report does not change after it was made"
+        out["expected"] = _expected(model, world)
+        handle.close()
+    return out
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return launch(2, _report)
+
+
+def test_calls_are_counted(results: list[dict[str, Any]]) -> None:
+    """Blocks are gathered for the forward and again for the backward; the root stays. One reduction per backward."""
+    for result in results:
+        for g in result["off"]["report"]["groups"]:
+            assert g["all_gather"]["calls"] == CASE.steps * (1 if g["name"] == ROOT else 2)
+            assert g["all_gather"]["reused"] == 0
+            assert g["reduce_scatter"]["calls"] == CASE.steps
+            assert (g["reduce_scatter"]["stock_calls"], g["reduce_scatter"]["stock_reason"]) == (0, "")
+
+
+def test_gathers_that_the_cache_saves_are_counted_apart(results: list[dict[str, Any]]) -> None:
+    """With two slots the last two blocks are still there when the backward begins; nobody else is spared."""
+    for result in results:
+        for g in result["turnaround"]["report"]["groups"]:
+            saved = CASE.steps if g["name"] in ("blocks.2", "blocks.3") else 0
+            assert g["all_gather"]["reused"] == saved
+            assert g["all_gather"]["calls"] == CASE.steps * (1 if g["name"] == ROOT else 2) - saved
+
+
+@pytest.mark.parametrize("cache", ["off", "turnaround"])
+def test_bytes_are_exact(results: list[dict[str, Any]], cache: str) -> None:
+    for result in results:
+        groups = result[cache]["report"]["groups"]
+        assert [g["name"] for g in groups] == [ROOT, *(f"blocks.{i}" for i in range(CASE.blocks))]
+        for g in groups:
+            expected = result["expected"][g["name"]]
+            assert g["parameters"] == expected["parameters"]
+            assert g["unsharded_bytes"] == expected["unsharded"]
+            assert g["all_gather"]["bytes"] == g["all_gather"]["calls"] * expected["gather"]
+            assert g["reduce_scatter"]["bytes"] == g["reduce_scatter"]["calls"] * expected["reduce"]
+    # Rows that do not divide: the ranks' own parts differ, and together they are everything.
+    first, second = (r["expected"]["blocks.0"] for r in results)
+    assert first["gather"] == second["reduce"]
+    assert first["gather"] != second["gather"]
+
+
+def test_shared_memory_is_told_by_part(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        arena = result["off"]["report"]["arena_bytes"]
+        block = max(e["unsharded"] for n, e in result["expected"].items() if n != ROOT)
+        assert arena["ring"] == SLOTS * align(block, PAGE)
+        assert arena["pinned"] == align(result["expected"][ROOT]["unsharded"], PAGE)
+        assert arena["staging"] == 2 * 2 * CHUNK  # two ranks, two banks, one sender to each
+        assert arena["control"] > 0
+        assert arena.keys() == {"control", "ring", "pinned", "staging"}
+    assert results[0]["off"]["report"]["arena_bytes"] == results[1]["off"]["report"]["arena_bytes"]
+
+
+@pytest.mark.parametrize("cache", ["off", "turnaround"])
+def test_times_can_be_true(results: list[dict[str, Any]], cache: str) -> None:
+    for result in results:
+        total = 0.0
+        for g in result[cache]["report"]["groups"]:
+            for kind in ("all_gather", "reduce_scatter"):
+                stats = g[kind]
+                assert stats["seconds"] > 0
+                assert 0 <= stats["wait_seconds"] <= stats["seconds"]
+                total += stats["seconds"]
+        assert total <= result[cache]["elapsed"], "no time is counted twice"
+
+
+def test_counts_go_on_from_report_to_report(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        for g, later in zip(result["off"]["report"]["groups"], result["off"]["again"]["groups"], strict=True):
+            for kind in ("all_gather", "reduce_scatter"):
+                assert later[kind]["calls"] == 2 * g[kind]["calls"]
+                assert later[kind]["bytes"] == 2 * g[kind]["bytes"]
+                assert later[kind]["seconds"] > g[kind]["seconds"]
+
+
+def test_a_report_is_json_and_reads_well(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        report, text = result["turnaround"]["report"], result["turnaround"]["text"]
+        assert json.loads(json.dumps(report)) == {**report, "groups": list(report["groups"])}
+        assert report["installed"] is True
+        assert {g["storage"] for g in report["groups"] if g["name"] != ROOT} == {"ring"}
+        assert report["groups"][0]["storage"] == "pinned"
+        lines = text.splitlines()
+        assert lines[0] == "TIDE: 5 of 5 groups accelerated"
+        assert lines[1].startswith("  shared memory of this node: ")
+        assert len(lines) == 2 + len(report["groups"])
+        for line, g in zip(lines[2:], report["groups"], strict=True):
+            assert line.startswith(f"  {g['name']}: tide (TIDE-OK: eligible), {g['parameters']} parameters, ")
+            assert f"{g['all_gather']['calls']} all-gathers ({g['all_gather']['reused']} saved)" in line
+            assert f"{g['reduce_scatter']['calls']} reduce-scatters" in line
+
+
+def test_what_fell_back_is_told_with_its_remedy() -> None:
+    late = CollectiveStats(calls=3, stock_calls=2, stock_reason="TIDE-F031 gradients of dtype torch.float16 arrived")
+    group = GroupReport(
+        name="head",
+        path="stock",
+        code="TIDE-F003",
+        reason="'head.weight' is sharded on dimension 1",
+        remedy="shard on dimension 0",
+        parameters=2,
+        unsharded_bytes=3 << 20,
+        storage="torch",
+        reduce_scatter=late,
+    )
+    report = TideReport(installed=True, status="0 of 1 groups accelerated", groups=(group,))
+    lines = str(report).splitlines()
+    assert lines[0] == "TIDE: 0 of 1 groups accelerated"
+    assert (
+        "head: stock (TIDE-F003: 'head.weight' is sharded on dimension 1), 2 parameters, 3.0 MiB in torch" in lines[1]
+    )
+    assert lines[2].strip() == "shard on dimension 0"
+    assert lines[3].strip() == f"2 reduce-scatter calls ran as stock: {late.stock_reason}"
+    assert json.loads(json.dumps(report.to_dict()))["groups"][0]["reduce_scatter"]["stock_calls"] == 2
