@@ -19,7 +19,7 @@ from tide_strategies.runtime.exchange import exchange_json, process_group_exchan
 MIB = 1 << 20
 # Per call, the length that each of three ranks sends.
 LENGTHS = [(0, 0, 0), (1, 1, 1), (0, 1, 2), (7, 4097, 0), (MIB, 3, MIB + 1), (255, 256, 257)]
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.0
 
 
 def payload(rank: int, length: int) -> bytes:
@@ -103,12 +103,12 @@ def _late(rank: int, world: int, _: Any) -> dict[str, Any]:
     groups = [dist.new_group([0, 1]) for _ in range(3)]
     exchange = process_group_exchange(groups[0], TIMEOUT_S, "the late exchange")
     if rank == 1:
-        time.sleep(3 * TIMEOUT_S)
+        time.sleep(TIMEOUT_S + 1.0)
     out["late"] = raised(TideTimeoutError, exchange, b"x")
     dist.barrier()
     exchange = process_group_exchange(groups[1], TIMEOUT_S, "the half exchange")
     if rank == 1:
-        time.sleep(0.7 * TIMEOUT_S)
+        time.sleep(0.9 * TIMEOUT_S)
         dist.all_gather([torch.empty(1, dtype=torch.int64) for _ in range(2)], torch.tensor([3]), group=groups[1])
     else:
         out["half"] = raised(TideTimeoutError, exchange, b"abc")
