@@ -22,6 +22,8 @@ from tide_strategies.fsdp2.eligibility import group_verdict
 from tide_strategies.fsdp2.param_group import GroupBinding, measure, restore
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.report import CollectiveStats, GroupReport
+from tide_strategies.runtime.bootstrap import agree
+from tide_strategies.runtime.exchange import process_group_exchange
 
 _log = logging.getLogger("tide_strategies")
 
@@ -93,7 +95,7 @@ class Installation:
         try:
             for ranks, members in self._process_groups():
                 try:
-                    self.engines.append(connect(ranks, members, config))
+                    self.engines.append(self._connect(ranks, members))
                 except TideArenaError as e:  # raised on every rank alike
                     for installed in members:
                         installed.verdict = fallback(e.code, e)
@@ -108,13 +110,16 @@ class Installation:
 
     def close(self) -> None:
         """Put stock FSDP2 back and release the arenas."""
-        for installed in self.groups:
-            if installed.binding is not None:
-                restore(installed.group)
-                installed.binding = None
+        self._restore(self.groups)
         for engine in self.engines:
             engine.close()
         self.engines.clear()
+
+    def _restore(self, groups: list[InstalledGroup]) -> None:
+        for installed in groups:
+            if installed.binding is not None:
+                restore(installed.group)
+                installed.binding = None
 
     def arena_bytes(self) -> dict[str, int]:
         """Shared memory by part, over all arenas of this rank."""
@@ -140,6 +145,27 @@ class Installation:
                 ranks = installed.group.mesh_info.shard_process_group
                 out.setdefault(id(ranks), (ranks, []))[1].append(installed)
         return list(out.values())
+
+    def _connect(self, ranks: dist.ProcessGroup, members: list[InstalledGroup]) -> AnyEngine:
+        """Move ``members`` into shared memory, on all of ``ranks`` or, with a TideArenaError on each, on none."""
+        what = "moving the parameters into shared memory"
+        exchange = process_group_exchange(ranks, self.config.timeout_s, what)
+        engine, error = None, None
+        try:
+            engine = connect(ranks, members, self.config)
+        except TideError:
+            raise
+        except OSError as e:  # this rank's own: too little address space, too many open files
+            error = f"{type(e).__name__}: {e}"
+        try:
+            agree(exchange, ranks.rank(), error, what, code="TIDE-F021")
+            assert engine is not None
+        except BaseException:
+            self._restore(members)
+            if engine is not None:
+                engine.close()
+            raise
+        return engine
 
     def _decide(self) -> None:
         """Warn once about options without effect and about fallbacks, or raise for fallbacks under ``strict``."""
