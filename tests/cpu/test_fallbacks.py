@@ -39,7 +39,7 @@ from tide_strategies import apply_tide
 from tide_strategies.detect import FALLBACKS
 from tide_strategies.fsdp2 import guards, handle, reduce
 from tide_strategies.fsdp2.param_group import GroupBinding
-from tide_strategies.runtime import bootstrap
+from tide_strategies.runtime import bootstrap, engine
 from tide_strategies.runtime.group import Tally
 
 # --- fallbacks: groups that keep stock collectives beside groups that do not ----------------------------------
@@ -324,6 +324,22 @@ def _strictly(build: Callable[[], Any], **options: Any) -> dict[str, Any]:
     return {"kind": kind, "words": words, "seconds": seconds, "equal": equal(trained(model), want)}
 
 
+@contextmanager
+def refused(what: str, from_call: int, here: bool) -> Iterator[None]:
+    """From the given call on, the operating system refuses this process mappings of one kind; on one rank alone."""
+    real, calls = getattr(engine._native, what), 0
+
+    def limited(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if here and calls >= from_call:
+            raise OSError(12, "Cannot allocate memory")
+        return real(*args)
+
+    with mock.patch.object(engine._native, what, limited):
+        yield
+
+
 def _job(rank: int, world: int, _: Any) -> dict[str, Any]:
     out: dict[str, Any] = {}
     elsewhere = {"boot_id": "another", "hostname": "elsewhere"} if rank == 1 else {}
@@ -332,6 +348,11 @@ def _job(rank: int, world: int, _: Any) -> dict[str, Any]:
     with file_size_limit(1 << 20, rank == 0):
         out["no room"] = _compare(plain)
         out["no room, strict"] = _strictly(plain)
+    with refused("Mapping", 1, rank == 1):
+        out["no mapping"] = _compare(plain)
+    with refused("Window", 3, rank == 1):
+        out["no address space"] = _compare(plain)
+        out["no address space, strict"] = _strictly(plain)
     out["custom, strict"] = _strictly(_custom)
     out["custom on one rank, strict"] = _strictly(_custom_on_one_rank)
     out["stock"] = _compare(plain, plan="stock", strict=True)
@@ -372,6 +393,8 @@ def job() -> list[dict[str, Any]]:
     [
         ("another host", "TIDE-F020", "ranks 0 and 1 cannot share memory: they run on different hosts"),
         ("no room", "TIDE-F021", "rank 0: "),
+        ("no mapping", "TIDE-F021", "rank 1: OSError: [Errno 12] Cannot allocate memory"),
+        ("no address space", "TIDE-F021", "rank 1: OSError: [Errno 12] Cannot allocate memory"),
         ("nodes", "TIDE-F023", "topology 2x1 has several nodes"),
         ("more ranks", "TIDE-F024", "topology 1x4 does not have the group's 2 ranks"),
         ("stock", "TIDE-F022", "plan: stock"),
@@ -387,7 +410,7 @@ def test_what_concerns_the_job_makes_every_group_stock(
         assert set(result["paths"].values()) == {"stock"}
         assert all(words in reason for reason in result["reasons"].values()), result["reasons"]
         assert result["text"].startswith("TIDE: 0 of 4 groups accelerated")
-        assert "shared memory" not in result["text"].splitlines()[1]
+        assert "shared memory of this node" not in result["text"]
         # Stock groups are measured all the same.
         assert all(gathers > 0 and reductions == 3 for gathers, reductions in result["calls"].values())
         assert len(result["warned"]) == (rank == 0 and name != "stock")
@@ -412,6 +435,7 @@ def test_what_is_no_fallback_passes_strictly(job: list[dict[str, Any]], name: st
     ("name", "words"),
     [
         ("no room, strict", "4 of 4 groups fall back. (root): TIDE-F021"),
+        ("no address space, strict", "4 of 4 groups fall back. (root): TIDE-F021"),
         ("custom, strict", f"1 of 4 groups fall back. blocks.{ODD}: TIDE-F002"),
         ("custom on one rank, strict", f"1 of 4 groups fall back. blocks.{ODD}: TIDE-F0"),
         ("torch, strict", "TIDE-F101 torch 9.9 is not known."),
