@@ -12,9 +12,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from tide_strategies.kernels.tiles import LEADING_ARGUMENTS, POINTER_COUNTS, SumShape, default_shape, pointer_count
-
 from tide_strategies.errors import TideError
+from tide_strategies.kernels.tiles import LEADING_ARGUMENTS, POINTER_COUNTS, SumShape, default_shape, pointer_count
 
 #: Triton's names of the dtypes, by the names that callers use.
 _DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp32": "fp32", "f32": "fp32", "float32": "fp32"}
@@ -121,8 +120,9 @@ def build(spec: SumSpec, shape: SumShape, target: Any) -> Any:
     """
     _require_triton()
     import triton
-    from tide_strategies.kernels.sum import sum_tiles
     from triton.compiler import ASTSource
+
+    from tide_strategies.kernels.sum import sum_tiles
 
     signature: dict[str, Any] = {
         "tiles": "*i64",
@@ -256,6 +256,7 @@ def launch_with_triton(kernel: SumKernel, trial: Any, grid: int) -> None:
 
 def _try_once(kernel: SumKernel, device: int) -> None:
     import torch
+
     from tide_strategies.kernels.reference import Trial, make_trial
 
     spec = kernel.spec

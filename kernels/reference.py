@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
 from tide_strategies.kernels.tiles import ALIGNED_ELEMENTS, TILE_WORDS
 
 #: torch's dtypes by the names that kernels use, and by the names that people use.

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from tide_strategies.kernels.tiles import TILE_WORDS
 
 # Globals that a kernel reads must be constexpr.
