@@ -11,12 +11,13 @@ from pathlib import Path
 from tide_strategies.cli.bench_collectives import Row, measure
 
 _ABOUT = """\
-Each row is one collective over one parameter group, measured for both paths in the same processes, alternating.
-Times are medians over the repeats of the slowest rank. "stock" is what FSDP2 runs: all-gather, then copy-out;
-chunk_cat with upcast, then reduce-scatter. "limit" is the time to move the same bytes with memcpy on all ranks at once:
-for the all-gather one copy of the shard, for the reduce-scatter one copy of what a rank pushes, plus one pass that
-reads all contributions and writes the output. The shard is the bf16 shard (all-gather) or the fp32 output
-(reduce-scatter, from bf16 gradients). "host" is the cost of a call beyond the copying, measured on tiny parameters.
+Each row is one collective over one parameter group, measured for both paths in the same processes, in alternating
+blocks of calls. Times are medians over the repeats of the slowest rank. "stock" is what FSDP2 runs: all-gather, then
+copy-out; chunk_cat with upcast, then reduce-scatter. "limit" is the time to move the same bytes with memcpy on all
+ranks at once: for the all-gather one copy of the shard, for the reduce-scatter one copy of what a rank pushes, plus
+one pass that reads all contributions and writes the output. The shard is the bf16 shard (all-gather) or the fp32
+output (reduce-scatter, from bf16 gradients). "host" is the cost of a call beyond the copying: calls in a row on
+parameters of a few bytes, waits for the peers included.
 """
 
 

@@ -28,6 +28,8 @@ from tide_strategies.topology import Topology
 #: Seconds that one measurement of one rank count may take.
 TIMEOUT_S = 600.0
 _COLUMNS = 1024
+_BLOCKS = 3
+_HOST_CALLS = 50
 _FAILURES = (mp.ProcessExitedException, mp.ProcessRaisedException)
 
 
@@ -116,16 +118,22 @@ def _group(rank: int, layout: GroupLayout) -> tuple[Engine, GroupCollectives]:
     return engine, GroupCollectives(engine, "bench", layout, items, ring, AUTO_CHUNK_BYTES)
 
 
-def _median_ms(ranks: int, repeats: int, *functions: Callable[[], None]) -> list[float]:
-    """Median over repeats of each function's slowest rank; the functions take turns."""
-    times = torch.zeros(len(functions), repeats, dtype=torch.float64)
-    for i in range(-2, repeats):  # two rounds to warm up
+def _median_ms(repeats: int, *functions: Callable[[], None]) -> list[float]:
+    """Median over repeats of each function's slowest rank.
+
+    The functions take turns in blocks of calls, each after one call that is not timed: within a block every function
+    finds the caches as it leaves them itself, and a drift of the machine meets all of them.
+    """
+    per_block = -(-repeats // _BLOCKS)
+    times = torch.zeros(len(functions), _BLOCKS * per_block, dtype=torch.float64)
+    for block in range(_BLOCKS):
         for j, function in enumerate(functions):
-            dist.barrier()
-            start = time.perf_counter()
-            function()
-            if i >= 0:
-                times[j, i] = time.perf_counter() - start
+            for i in range(-1, per_block):
+                dist.barrier()
+                start = time.perf_counter()
+                function()
+                if i >= 0:
+                    times[j, block * per_block + i] = time.perf_counter() - start
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return [statistics.median(t.tolist()) * 1e3 for t in times]
 
@@ -157,7 +165,7 @@ def _all_gather(rank: int, ranks: int, shard_bytes: int, params: int, repeats: i
     def limit() -> None:
         target.copy_(source)
 
-    times = _median_ms(ranks, repeats, ours, stock, limit)
+    times = _median_ms(repeats, ours, stock, limit)
     row = _row("all_gather", layout, 2, times, _host_us(rank, ranks, params)[0])
     engine.close()
     return row
@@ -187,7 +195,7 @@ def _reduce_scatter(rank: int, ranks: int, shard_bytes: int, params: int, repeat
     def limit() -> None:
         target.copy_(source)
 
-    times = _median_ms(ranks, repeats, ours, stock, limit)
+    times = _median_ms(repeats, ours, stock, limit)
     row = _row("reduce_scatter", layout, 4, times, _host_us(rank, ranks, params)[1])
     engine.close()
     return row
@@ -223,6 +231,13 @@ def _host_us(rank: int, ranks: int, params: int) -> tuple[float, float]:
     def reduce() -> None:
         group.reduce_scatter(tuple(range(params)), Item.BF16, Item.F32, addresses, output.data_ptr(), float(ranks))
 
-    times = _median_ms(ranks, 50, gather, reduce)
+    def repeated(call: Callable[[], None]) -> Callable[[], None]:
+        def calls() -> None:
+            for _ in range(_HOST_CALLS):
+                call()
+
+        return calls
+
+    times = _median_ms(9, repeated(gather), repeated(reduce))
     engine.close()
-    return times[0] * 1e3, times[1] * 1e3
+    return times[0] * 1e3 / _HOST_CALLS, times[1] * 1e3 / _HOST_CALLS

@@ -107,10 +107,7 @@ def _connect_cuda(
             engine, member.name, member.layout, home, chunk_bytes, sum_kernels(device), sum_ctas
         )
         landings = landing_tensors(member.group, member.layout, collectives.landing.window)
-        own = []
-        for p, landing in enumerate(landings):
-            items = member.layout.shard_items(p)
-            own.append(landing.narrow(0, engine.rank * items, items))
+        own = landing_tensors(member.group, member.layout, collectives.landing.window, engine.rank)
         member.binding = GroupBinding(CudaPath(collectives, streams, vacated, own), config.all_gather.cache)
         adopt(member.group, landings, member.binding)
     return engine

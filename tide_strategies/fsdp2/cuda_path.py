@@ -25,6 +25,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         high = -1
+        self.gather = torch.cuda.Stream(device, priority=high)
         self.completion = torch.cuda.Stream(device, priority=high)
         self.readiness = torch.cuda.Stream(device, priority=high)
         self.push = torch.cuda.Stream(device, priority=high)
@@ -54,7 +55,11 @@ class CudaPath:
 
     def all_gather(self, group: Any, shards: Sequence[torch.Tensor], versions: tuple[int, ...] | None) -> None:
         """Cast the shards into the own landing and send them to the peers' landings."""
+        current = torch.cuda.current_stream()
         _, stream = group.comm_ctx.get_all_gather_streams(group.unshard_async_op, group._training_state)
+        if stream == current:  # an explicit unshard: waits for peers must not hold up the program's own stream
+            stream = self.streams.gather
+            stream.wait_stream(current)
         slot = self._slot = self.collectives.occupy()
         vacated = self._vacated.get(slot.index)
         if vacated is not None:

@@ -219,15 +219,22 @@ def adopt(group: Any, landings: Sequence[torch.Tensor], binding: GroupBinding) -
     _mark(group, binding, TideParamGroup)
 
 
-def landing_tensors(group: Any, layout: GroupLayout, window: Window) -> list[torch.Tensor]:
-    """Each parameter's part of a landing: its own storage at offset 0, since torch views it with an absolute offset
-    and version counters must stay apart; never an inference tensor, whatever mode the first forward runs in."""
+def landing_tensors(group: Any, layout: GroupLayout, window: Window, rank: int | None = None) -> list[torch.Tensor]:
+    """Each parameter's part of a landing, or only ``rank``'s padded shard of it.
+
+    Every tensor has its own storage at offset 0, since torch views it with an absolute offset, and its own version
+    counter, since writing a shard must not look to autograd like an edit of the parameter. None is an inference tensor,
+    whatever mode the first forward runs in.
+    """
     out = []
     with torch.inference_mode(False):
         for index, param in enumerate(group.fsdp_params):
-            dtype, items = unsharded_dtype(param), layout.ranks * layout.shard_items(index)
+            dtype, items = unsharded_dtype(param), layout.shard_items(index)
+            offset = layout.landing_base(index) if rank is None else layout.landing_offset(index, rank)
+            if rank is None:
+                items *= layout.ranks
             if items:
-                out.append(torch.from_dlpack(window.tensor(layout.landing_base(index), items, _name(dtype))))
+                out.append(torch.from_dlpack(window.tensor(offset, items, _name(dtype))))
             else:
                 out.append(torch.empty(0, dtype=dtype, device=group.device))
     return out

@@ -25,9 +25,15 @@ CALLERS_STREAMS = ("cast",)
 
 @dataclass(eq=False)
 class DeviceSlot(Slot):
-    """A slot of device memory on every rank; ``addresses`` are every rank's, in this process."""
+    """A slot of device memory on every rank, mapped by all for as long as the slot exists."""
 
-    addresses: tuple[int, ...] = ()
+    memory: SharedAllocation | None = None
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where each rank's memory begins in this process."""
+        assert self.memory is not None
+        return self.memory.addresses
 
 
 class CudaEngine:
@@ -75,7 +81,7 @@ class CudaEngine:
         """Make a landing slot of ``nbytes`` on every rank, counted as ``part``."""
         shared = self._share(max(nbytes, 1), part)
         self._slots_used += 1
-        return DeviceSlot(self._slots_used - 1, (shared.own,), addresses=tuple(shared.addresses))
+        return DeviceSlot(self._slots_used - 1, (shared.own,), memory=shared)
 
     def landing(self, nbytes: int) -> Landing:
         """A landing of ``nbytes``, not yet in any slot."""

@@ -15,7 +15,7 @@ class SharedAllocation:
 
     Args:
         own: this rank's allocation.
-        mappings: every rank's, as mapped in this process, in rank order.
+        mappings: every rank's, as mapped in this process, in rank order; gone with this object.
     """
 
     own: cuda.Allocation
