@@ -62,7 +62,9 @@ Control::Control(int64_t device, int64_t ranks, int64_t rank, int64_t counters, 
     if (peers_[r] != nullptr) fits(*peers_[r], "rank " + std::to_string(r) + "'s");
   ledger_.totals.assign(size_t{counters_} * ranks_, 0);
   ledger_.marks.assign(counters_, 0);
-  release_streams_.push_back(std::make_unique<Stream>(device, kMostUrgent));
+  // Made now: making one may wait for the device.
+  for (const int64_t priority : {kMostUrgent, int64_t{0}})
+    release_streams_.push_back(std::make_unique<Stream>(device, priority));
   zero_own();
 }
 

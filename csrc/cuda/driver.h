@@ -1,6 +1,7 @@
 // The CUDA driver, found at run time, and the devices' primary contexts.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -115,6 +116,9 @@ class Device {
   // Bytes widened to whole granules.
   uint64_t whole_granules(int64_t bytes) const;
   MemAllocationProp allocation_properties() const;
+
+  // Whether the last wait of a destructor for the device's work was in vain (stream.cpp).
+  std::atomic<bool> stuck{false};
 
  private:
   Device(int ordinal, DeviceId id);

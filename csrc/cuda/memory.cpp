@@ -12,7 +12,6 @@ namespace tide::cuda {
 namespace {
 
 constexpr int64_t kRemapNs = 60'000'000'000;
-constexpr int64_t kTeardownNs = 2'000'000'000;
 
 }  // namespace
 
@@ -57,7 +56,7 @@ Window::Window(int64_t device, int64_t bytes) : device_(Device::get(device)) {
 
 Window::~Window() {
   try {
-    if (shown_ != nullptr && !settle(device_, kTeardownNs)) {
+    if (shown_ != nullptr && !settle_for_teardown(device_)) {
       new std::shared_ptr<const Allocation>(std::move(shown_));  // leaks on purpose
       return;
     }

@@ -163,4 +163,10 @@ bool settle(Device& device, int64_t limit_ns) {
   return true;
 }
 
+bool settle_for_teardown(Device& device) {
+  const bool through = settle(device, device.stuck.load() ? 20'000'000 : 2'000'000'000);
+  device.stuck.store(!through);
+  return through;
+}
+
 }  // namespace tide::cuda

@@ -56,4 +56,7 @@ void order(uint64_t from, uint64_t to);
 // end when the watchdog releases them.
 bool settle(Device& device, int64_t limit_ns);
 
+// The same for destructors, which must not pile up delays: two seconds, and once that was in vain, hardly any.
+bool settle_for_teardown(Device& device);
+
 }  // namespace tide::cuda

@@ -14,7 +14,6 @@ namespace tide::cuda {
 namespace {
 
 constexpr int64_t kUploadNs = 30'000'000'000;
-constexpr int64_t kTeardownNs = 1'000'000'000;
 constexpr int64_t kDefaultSharedBytes = 48 << 10;
 
 void between(const char* name, int64_t value, int64_t low, int64_t high) {
@@ -132,7 +131,7 @@ void SumPlan::upload() {
 SumPlan::~SumPlan() {
   if (table_ == 0) return;
   try {
-    if (!settle(device_, kTeardownNs)) return;
+    if (!settle_for_teardown(device_)) return;
     const Current current(device_);
     (void)api().MemFree(table_);
   } catch (const std::exception&) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tide_strategies.kernels.compile import compile_sum, launch_with_triton
 from tide_strategies.kernels.reference import Trial, make_trial
 from tide_strategies.kernels.tiles import POINTER_COUNTS, SumShape

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tide_strategies.kernels.compile import (
     KernelUnavailableError,
     SumSpec,

@@ -27,7 +27,7 @@ def build(folder: Path, *options: str) -> Path:
         pytest.skip("no g++ to build the fake driver with")
     library = folder / "libcuda.so.1"
     command = [compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", *options]
-    done = subprocess.run([*command, "-o", library, FAKE / "fake_cuda.cpp"], capture_output=True, text=True)
+    done = subprocess.run([*command, "-o", library, *sorted(FAKE.glob("*.cpp"))], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return library
 
