@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from harness import launch
-from models import Case, build, train
+from models import Block, Case, Net, build, full_parameters, train
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from tide_strategies import apply_tide
 
@@ -36,3 +39,35 @@ def test_slots_save_the_all_gathers_of_values_that_are_still_there() -> None:
     # everything fits: one all-gather per optimizer step, five more uses saved (3 forwards, 3 backwards)
     assert [counts[3][b] for b in blocks] == [(2, 10)] * 4
     assert counts[3]["(root)"] == (2, 4)
+
+
+class Clamped(Block):
+    """A block that edits its gathered weight in every forward, in a way that doing twice does not change."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.05, 0.05)
+        return super().forward(x)
+
+
+def _edits(rank: int, world: int, _: None) -> bool:
+    case = Case("edits", steps=2)
+    results = []
+    for tide in (False, True):
+        torch.manual_seed(0)
+        model = Net(case)
+        model.blocks = nn.ModuleList(Clamped() for _ in range(3))
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        handle = apply_tide(model, {"timeout_s": 30}) if tide else None
+        train(model, case, rank)
+        results.append(full_parameters(model))
+        if handle is not None:
+            assert sum(g.all_gather.reused for g in handle.report().groups) == 0
+            handle.close()
+    return all(torch.equal(results[0][n], results[1][n]) for n in results[0])
+
+
+def test_an_edited_landing_is_gathered_again() -> None:
+    assert all(launch(2, _edits))

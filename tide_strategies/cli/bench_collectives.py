@@ -99,12 +99,13 @@ def _rank(rank: int, ranks: int, store: str, sizes: list[int], params: int, repe
 
 
 def _shapes(items: int, ranks: int, params: int) -> tuple[ParamShape, ...]:
-    """``params`` parameters of two sizes with ``items`` items of shard in all (at least one row a rank each)."""
-    rows = max(1, items // _COLUMNS // params)
-    columns = min(_COLUMNS, max(1, items // params))
-    return tuple(
-        ParamShape(ranks * max(1, rows + (rows // 2 if p % 2 else -(rows // 2))), columns, 2) for p in range(params)
-    )
+    """``params`` parameters, small and large in turn, with ``items`` items of shard in all (at least one each)."""
+    columns = min(_COLUMNS, max(1, items // (4 * params)))
+    rows = max(params, items // columns)
+    small = max(1, rows // (2 * params))
+    sizes = [small if p % 2 == 0 else 3 * small for p in range(params)]
+    sizes[-1] = max(1, rows - sum(sizes[:-1]))
+    return tuple(ParamShape(ranks * n, columns, 2) for n in sizes)
 
 
 def _group(rank: int, layout: GroupLayout) -> tuple[Engine, GroupCollectives]:

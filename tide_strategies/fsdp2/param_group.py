@@ -7,6 +7,7 @@ removing TIDE is swapping back.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from tide_strategies.runtime.group import Tally
 from tide_strategies.runtime.slots import Window
 
 _TrainingState = module.TrainingState
+_log = logging.getLogger("tide_strategies")
 
 
 def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,6 +51,9 @@ class GroupBinding:
         self.reduce_scatters = path.collectives.reduce_scatters if path else Tally()
         #: Whether gradients have been kept from a backward without synchronisation since the last reduction.
         self.accumulated = False
+        #: Version counters of the unsharded parameters when they were put on the modules.
+        self.unsharded: list[int] = []
+        self.edit_noted = False
 
 
 class TideParam(FSDPParam):
@@ -118,6 +123,7 @@ class TideParamGroup(FSDPParamGroup):
             param.init_unsharded_param()
         self._to_unsharded()
         self._all_gather_result = None
+        self._tide.unsharded = self._unsharded_versions()
 
     def post_backward(self, *unused: Any) -> None:
         """As torch, with :func:`dispatch` for ``foreach_reduce``."""
@@ -138,7 +144,10 @@ class TideParamGroup(FSDPParamGroup):
 
     def _to_sharded(self) -> None:
         was_unsharded = self.is_unsharded
+        edited = was_unsharded and self._unsharded_versions() != self._tide.unsharded
         super()._to_sharded()
+        if edited:
+            self._note_edit()
         if was_unsharded:
             self._path.vacate(self)
 
@@ -158,6 +167,25 @@ class TideParamGroup(FSDPParamGroup):
                 versions.append(tensor._version)
             versions.append(param._tide_generation)
         return tuple(versions)
+
+    def _unsharded_versions(self) -> list[int]:
+        """Numbers that change when an unsharded parameter is edited in place."""
+        tensors = (param._unsharded_param for param in self.fsdp_params)
+        return [-1 if t.is_inference() else t._version for t in tensors]
+
+    def _note_edit(self) -> None:
+        """An edited landing no longer holds what the shards would be gathered to."""
+        self._path.collectives.forget()
+        if not self._tide.edit_noted:
+            self._tide.edit_noted = True
+            shared = (
+                " The ranks of a host share them, so each sees the others' edits." if self.device.type == "cpu" else ""
+            )
+            _log.warning(
+                "TIDE: parameters of %r were edited in place while unsharded; the edit is lost at reshard, as in FSDP2.%s",
+                self._module_fqn or "(root)",
+                shared,
+            )
 
     def _may_reuse(self) -> bool:
         """Whether parameters can be trusted not to have been edited behind their version counters."""

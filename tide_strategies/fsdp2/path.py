@@ -25,6 +25,9 @@ class Collectives(Protocol):
     def reusable(self, versions: tuple[int, ...] | None) -> bool:
         """Whether the vacated landing still holds the values of shards with these versions."""
 
+    def forget(self) -> None:
+        """Make the values in the landing not reusable."""
+
 
 class Path(Protocol):
     """One group's communication. The order of use is all_gather or reuse, wait, vacate."""

@@ -98,6 +98,10 @@ class GroupCollectives:
         """Whether the vacated landing still holds the values that shards of these versions would be gathered to."""
         return versions is not None and versions == self._versions and self.landing.intact
 
+    def forget(self) -> None:
+        """Make the values in the landing not reusable."""
+        self._versions = None
+
     def reuse(self) -> None:
         """Use the landing again in the place of an all-gather. Only if :meth:`reusable`."""
         slot = self._occupy()

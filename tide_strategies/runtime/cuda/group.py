@@ -109,6 +109,10 @@ class CudaGroup:
         """Whether the vacated landing still holds the values that shards of these versions would be gathered to."""
         return versions is not None and versions == self._versions and self.landing.intact
 
+    def forget(self) -> None:
+        """Make the values in the landing not reusable."""
+        self._versions = None
+
     def reuse(self, slot: DeviceSlot) -> None:
         """Use the landing again in the place of an all-gather. Only if :meth:`reusable`."""
         tag = self._engine.book.tag(f"{self._reuse.label} in slot {slot.index}")
