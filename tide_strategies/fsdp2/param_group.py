@@ -182,7 +182,7 @@ class TideParamGroup(FSDPParamGroup):
                 " The ranks of a host share them, so each sees the others' edits." if self.device.type == "cpu" else ""
             )
             _log.warning(
-                "TIDE: parameters of %r were edited in place while unsharded; the edit is lost at reshard, as in FSDP2.%s",
+                "TIDE: parameters of %r were edited in place while unsharded; as in FSDP2, reshard undoes that.%s",
                 self._module_fqn or "(root)",
                 shared,
             )
