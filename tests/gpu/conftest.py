@@ -1,10 +1,12 @@
 """GPU tests: each is skipped, with the reason, where it lacks what it needs."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # inherited by the ranks; read when CUDA starts
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))  # the harness and the models
 
 
