@@ -12,7 +12,8 @@ class CollectiveStats:
 
     Args:
         calls: number of calls.
-        seconds: wall time that the calling thread spent in them (all of it exposed on the CPU).
+        seconds: wall time that the calling thread spent in them: on the CPU all of it exposed, on a GPU the time to
+            enqueue them.
         wait_seconds: the part of ``seconds`` spent waiting for peers; 0.0 under stock, where it cannot be told apart.
         bytes: bytes this rank moved (all-gather: its shards; reduce-scatter: its slices to peers).
         reused: uses of unsharded parameters that were still there, in the place of an all-gather.

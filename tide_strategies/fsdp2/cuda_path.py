@@ -10,6 +10,7 @@ Three moments of a landing are kept apart, each with its own event or counter:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ class CudaPath:
 
     def all_gather(self, group: Any, shards: Sequence[torch.Tensor], versions: tuple[int, ...] | None) -> None:
         """Cast the shards into the own landing and send them to the peers' landings."""
+        start = time.perf_counter()
         current = torch.cuda.current_stream()
         _, stream = group.comm_ctx.get_all_gather_streams(group.unshard_async_op, group._training_state)
         if stream == current:  # an explicit unshard: waits for peers must not hold up the program's own stream
@@ -71,6 +73,7 @@ class CudaPath:
         completion.wait_stream(stream)
         self.collectives.complete(completion.cuda_stream)
         self._readable = completion.record_event()
+        self.collectives.all_gathers.seconds += time.perf_counter() - start
 
     def reuse(self, group: Any) -> None:
         """Use the landing as it is: compute has waited for it before."""
@@ -96,6 +99,7 @@ class CudaPath:
         self, params: tuple[int, ...], gradients: Sequence[torch.Tensor], output: torch.Tensor, divisor: float
     ) -> None:
         """Enqueue the reduction into ``output`` on the current stream (FSDP2's reduce-scatter stream)."""
+        start = time.perf_counter()
         current, push = torch.cuda.current_stream(), self.streams.push
         push.wait_stream(current)
         self.collectives.reduce_scatter(
@@ -108,3 +112,4 @@ class CudaPath:
             (push.cuda_stream, current.cuda_stream),
         )
         current.wait_stream(push)  # the gradients have been read once this stream is past here
+        self.collectives.reduce_scatters.seconds += time.perf_counter() - start

@@ -16,7 +16,7 @@ from tide_strategies.collectives.reduce_scatter import reduce_scatter
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.layout import GroupLayout
 from tide_strategies.runtime.engine import Collective, Engine
-from tide_strategies.runtime.slots import Slot, SlotRing
+from tide_strategies.runtime.slots import Landing, Slot, SlotRing
 
 #: Bytes of one contribution staged at a time: large enough that a wait per chunk costs nothing beside the copying,
 #: small enough that what a rank pushes is still in the shared cache when its owner reads it.
@@ -39,7 +39,60 @@ class Tally:
     stock_reason: str = ""
 
 
-class GroupCollectives:
+class LandingGroup:
+    """What one parameter group has on every kind of device: a name, a geometry, a landing and where it lives.
+
+    Args:
+        name: the group's name, alike on all ranks.
+        layout: its geometry.
+        landing: its unsharded parameters.
+        home: the ring that the landing rotates through, or its own pinned slot.
+    """
+
+    def __init__(self, name: str, layout: GroupLayout, landing: Landing, home: SlotRing | Slot) -> None:
+        self.name, self.layout, self.landing = name, layout, landing
+        self.all_gathers, self.reduce_scatters = Tally(), Tally()
+        self._home = home
+        self._versions: tuple[int, ...] | None = None
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the landing has a slot of its own."""
+        return isinstance(self._home, Slot)
+
+    def reusable(self, versions: tuple[int, ...] | None) -> bool:
+        """Whether the vacated landing still holds the values that shards of these versions would be gathered to."""
+        return versions is not None and versions == self._versions and self.landing.intact
+
+    def forget(self) -> None:
+        """Make the values in the landing not reusable."""
+        self._versions = None
+
+    def _enter(self) -> Slot:
+        """Back the landing with a slot."""
+        if isinstance(self._home, SlotRing):
+            return self._home.acquire(self.landing)
+        self.landing.occupy(self._home)
+        return self._home
+
+    def _leave(self) -> None:
+        """Give the slot up."""
+        if isinstance(self._home, SlotRing):
+            self._home.release(self.landing)
+        else:
+            self.landing.vacate(0, poison=False)
+
+    def _reduction_label(self, params: tuple[int, ...], grad: Item, output: Item) -> str:
+        which = "all" if len(params) == len(self.layout.params) else f"parameters {list(params)}"
+        return f"reduce-scatter of {self.name!r} ({which}, {grad.value} to {output.value})"
+
+    def _sent_bytes(self, params: tuple[int, ...], grad: Item, rank: int) -> int:
+        """Bytes of gradient slices that ``rank`` sends to peers."""
+        others = [r for r in range(self.layout.ranks) if r != rank]
+        return sum(self.layout.valid_items(p, r) * grad.size for p in params for r in others)
+
+
+class GroupCollectives(LandingGroup):
     """Collectives of one parameter group on this rank.
 
     Args:
@@ -60,10 +113,8 @@ class GroupCollectives:
         home: SlotRing | Slot,
         chunk_bytes: int,
     ) -> None:
-        self.name, self.layout = name, layout
-        self.all_gathers, self.reduce_scatters = Tally(), Tally()
-        self.landing = engine.landing(layout.landing_bytes)
-        self._engine, self._home, self._chunk_bytes = engine, home, chunk_bytes
+        super().__init__(name, layout, engine.landing(layout.landing_bytes), home)
+        self._engine, self._chunk_bytes = engine, chunk_bytes
         self._label = f"all-gather of {name!r}"
         schedule = all_gather(layout, engine.topology, engine.rank, shard_items)
         self._all_gather = engine.collective(schedule, len(layout.params), self._label)
@@ -72,12 +123,6 @@ class GroupCollectives:
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
         self._reductions: dict[tuple[tuple[int, ...], Item, Item], _Reduction] = {}
         self._running: tuple[Collective, _native.Call] | None = None
-        self._versions: tuple[int, ...] | None = None
-
-    @property
-    def pinned(self) -> bool:
-        """Whether the landing has a slot of its own."""
-        return isinstance(self._home, Slot)
 
     def issue(self, shards: Sequence[int], versions: tuple[int, ...] | None = None) -> None:
         """Write this rank's shards, given by address, into the landing of every rank (all-gather, first half).
@@ -85,7 +130,7 @@ class GroupCollectives:
         ``versions`` identify the shards' values, for :meth:`reusable`; None if they cannot be known.
         """
         start = time.perf_counter()
-        slot = self._occupy()
+        slot = self._enter()
         tag = self._engine.book.tag(f"{self._label} into slot {slot.index}")
         call = self._all_gather.begin(shards, self._landing_address, tag, slot.index)
         self._running, self._versions = (self._all_gather, call), versions
@@ -94,17 +139,9 @@ class GroupCollectives:
         self.all_gathers.bytes += self._bytes
         self.all_gathers.seconds += time.perf_counter() - start
 
-    def reusable(self, versions: tuple[int, ...] | None) -> bool:
-        """Whether the vacated landing still holds the values that shards of these versions would be gathered to."""
-        return versions is not None and versions == self._versions and self.landing.intact
-
-    def forget(self) -> None:
-        """Make the values in the landing not reusable."""
-        self._versions = None
-
     def reuse(self) -> None:
         """Use the landing again in the place of an all-gather. Only if :meth:`reusable`."""
-        slot = self._occupy()
+        slot = self._enter()
         tag = self._engine.book.tag(f"{self._reuse.label} in slot {slot.index}")
         self._running = (self._reuse, self._reuse.begin((), (), tag, slot.index))
         self.all_gathers.reused += 1
@@ -123,16 +160,7 @@ class GroupCollectives:
         collective, call = self._running
         collective.run(call, "readiness")
         self._running = None
-        if isinstance(self._home, Slot):
-            self.landing.vacate(0, poison=False)
-        else:
-            self._home.release(self.landing)
-
-    def _occupy(self) -> Slot:
-        if isinstance(self._home, SlotRing):
-            return self._home.acquire(self.landing)
-        self.landing.occupy(self._home)
-        return self._home
+        self._leave()
 
     def reduce_scatter(
         self,
@@ -169,14 +197,8 @@ class GroupCollectives:
         schedule = reduce_scatter(
             layout, engine.topology, engine.rank, grad=grad, output=output, chunk_bytes=self._chunk_bytes
         )
-        which = "all" if len(params) == len(self.layout.params) else f"parameters {list(params)}"
-        label = f"reduce-scatter of {self.name!r} ({which}, {grad.value} to {output.value})"
-        sent = sum(
-            layout.valid_items(p, r) * grad.size
-            for p in range(len(params))
-            for r in range(layout.ranks)
-            if r != engine.rank
-        )
+        label = self._reduction_label(params, grad, output)
+        sent = self._sent_bytes(params, grad, engine.rank)
         return _Reduction(engine.collective(schedule, len(params), label), engine.book.tag(label), sent)
 
 

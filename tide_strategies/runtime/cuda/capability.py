@@ -11,6 +11,8 @@ from tide_strategies._native import cuda
 #: Waits for peers block a hardware queue. With too few, a stream that should send what a peer waits for could share the
 #: queue of one that waits; CUDA's own default is 8.
 _MIN_CONNECTIONS = 32
+#: CUDA 12.8, as the driver writes it: batched copies.
+_MIN_DRIVER = 12080
 
 
 @functools.cache
@@ -19,6 +21,8 @@ def missing_capability(device: int) -> str | None:
     found = cuda.probe()
     if not found["available"]:
         return str(found["reason"])
+    if found["driver_version"] < _MIN_DRIVER:
+        return f"the driver has CUDA {found['driver_version'] // 1000}.{found['driver_version'] % 1000 // 10}"
     info = cuda.device_info(device)
     if not info["stream_mem_ops"]:
         return f"{info['name']} has no stream memory operations"

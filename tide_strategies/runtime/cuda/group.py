@@ -16,7 +16,7 @@ from tide_strategies.collectives.reduce_scatter import reduce_scatter
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.layout import GroupLayout
 from tide_strategies.runtime.cuda.engine import CudaCollective, CudaEngine, DeviceSlot
-from tide_strategies.runtime.group import Tally
+from tide_strategies.runtime.group import LandingGroup
 from tide_strategies.runtime.slots import SlotRing
 
 #: Bytes of one contribution staged at a time: about ten microseconds of an NVLink copy, which hides the signal that
@@ -42,7 +42,7 @@ class SumKernel(Protocol):
 Kernels = Callable[[int, int, Item, Item, bool], SumKernel]
 
 
-class CudaGroup:
+class CudaGroup(LandingGroup):
     """Collectives of one parameter group on this rank.
 
     Args:
@@ -65,10 +65,8 @@ class CudaGroup:
         kernels: Kernels,
         sum_ctas: int,
     ) -> None:
-        self.name, self.layout = name, layout
-        self.all_gathers, self.reduce_scatters = Tally(), Tally()
-        self.landing = engine.landing(layout.landing_bytes)
-        self._engine, self._home, self._chunk_bytes = engine, home, chunk_bytes
+        super().__init__(name, layout, engine.landing(layout.landing_bytes), home)
+        self._engine, self._chunk_bytes = engine, chunk_bytes
         self._kernels, self._sum_ctas = kernels, sum_ctas
         items = [Item.of_size(p.itemsize) for p in layout.params]
         schedule = all_gather(layout, engine.topology, engine.rank, items, shared_landing=False)
@@ -78,20 +76,10 @@ class CudaGroup:
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
         self._reductions: dict[tuple[tuple[int, ...], Item, Item, bool], _Reduction] = {}
         self._running: tuple[CudaCollective, cuda.Call] | None = None
-        self._versions: tuple[int, ...] | None = None
-
-    @property
-    def pinned(self) -> bool:
-        """Whether the landing has a slot of its own."""
-        return not isinstance(self._home, SlotRing)
 
     def occupy(self) -> DeviceSlot:
         """Back the landing with a slot. The caller waits until its own streams are through with that slot."""
-        if isinstance(self._home, SlotRing):
-            slot = self._home.acquire(self.landing)
-        else:
-            slot = self._home
-            self.landing.occupy(slot)
+        slot = self._enter()
         assert isinstance(slot, DeviceSlot)
         return slot
 
@@ -104,14 +92,6 @@ class CudaGroup:
         self._all_gather.enqueue(call, "copy", stream)
         self.all_gathers.calls += 1
         self.all_gathers.bytes += self._bytes * (self.layout.ranks - 1)
-
-    def reusable(self, versions: tuple[int, ...] | None) -> bool:
-        """Whether the vacated landing still holds the values that shards of these versions would be gathered to."""
-        return versions is not None and versions == self._versions and self.landing.intact
-
-    def forget(self) -> None:
-        """Make the values in the landing not reusable."""
-        self._versions = None
 
     def reuse(self, slot: DeviceSlot) -> None:
         """Use the landing again in the place of an all-gather. Only if :meth:`reusable`."""
@@ -131,10 +111,7 @@ class CudaGroup:
         collective, call = self._running
         collective.enqueue(call, "readiness", stream)
         self._running = None
-        if isinstance(self._home, SlotRing):
-            self._home.release(self.landing)
-        else:
-            self.landing.vacate(0, poison=False)
+        self._leave()
 
     def reduce_scatter(
         self,
@@ -162,10 +139,6 @@ class CudaGroup:
         self.reduce_scatters.calls += 1
         self.reduce_scatters.bytes += reduction.bytes
 
-    def output_items(self, params: tuple[int, ...]) -> int:
-        """Items of the packed shard of ``params``."""
-        return sum(self.layout.shard_items(p) for p in params)
-
     def _aligned(self, params: tuple[int, ...], gradients: Sequence[int], output: int, grad: Item) -> bool:
         """Whether every address and length lets the kernel move 16 bytes at a time."""
         lengths = all(self.layout.shard_items(p) % 8 == 0 for p in params)
@@ -183,8 +156,7 @@ class CudaGroup:
             chunk_bytes=self._chunk_bytes,
             interleave=False,
         )
-        which = "all" if len(params) == len(self.layout.params) else f"parameters {list(params)}"
-        label = f"reduce-scatter of {self.name!r} ({which}, {grad.value} to {output.value})"
+        label = self._reduction_label(params, grad, output)
         collective = engine.collective(schedule, len(params), label)
         kernel = self._kernels(layout.ranks - 1, len(params), grad, output, aligned)
         collective.program.set_sum_kernel(
@@ -196,12 +168,7 @@ class CudaGroup:
             kernel.tile,
             kernel.extra_null_pointers,
         )
-        sent = sum(
-            layout.valid_items(p, r) * grad.size
-            for p in range(len(params))
-            for r in range(layout.ranks)
-            if r != engine.rank
-        )
+        sent = self._sent_bytes(params, grad, engine.rank)
         return _Reduction(collective, engine.book.tag(label), sent, kernel)
 
 

@@ -66,10 +66,16 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._closing.wait(_POLL_S):
-            failure = self._look()
+            try:
+                failure = self._look()
+            except Exception as e:  # without this thread waits have no bound: better to stop
+                failure = TidePeerError(f"TIDE: rank {self._rank} cannot watch its waits: {e}. {_STOP}")
             if failure is not None:
                 self._stop(failure)
-                return
+                break
+        # A peer that goes on may overwrite a counter that was let through: repeat until nothing waits.
+        while self._failure is not None and not self._closing.wait(_POLL_S) and self._control.outstanding():
+            self._control.release()
 
     def _look(self) -> Failure | None:
         aborted = self._host.aborted()
