@@ -212,7 +212,7 @@ class cuda:
 
         ``name``, ``compute_capability`` (two numbers), ``total_memory``, ``async_engines``, ``stream_mem_ops``,
         ``can_use_64_bit_stream_mem_ops``, ``posix_fd`` (memory can be shared by descriptor), ``multicast_supported``
-        (by the hardware; nothing here ever creates a multicast object), ``batch_copies``, ``pci_bus_id``, ``uuid``,
+        (by the hardware; nothing here ever creates a multicast object), ``pci_bus_id``, ``uuid``,
         ``granularity`` (bytes that allocations are rounded up to).
         """
     @staticmethod

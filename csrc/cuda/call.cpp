@@ -30,8 +30,7 @@ MemOp mem_op(int operation, DevicePtr address, uint32_t value, unsigned flags) {
 
 // Scratch space, kept from call to call.
 struct Scratch {
-  std::vector<DevicePtr> dst, src;
-  std::vector<size_t> bytes;
+  std::vector<CopyPlace> places;
   std::vector<MemOp> ops;
   std::vector<Wait> waits;
 };
@@ -92,9 +91,6 @@ void Call::enqueue(size_t stream_index, uint64_t cuda_stream) const {
       case Segment::kCopies:
         enqueue_copies(segment, stream);
         break;
-      case Segment::kPitched:
-        enqueue_pitched(segment, stream);
-        break;
       case Segment::kClear:
         for (size_t i = segment.first; i < segment.first + segment.count; ++i) {
           const Clear& c = program_->clears()[i];
@@ -112,47 +108,13 @@ void Call::enqueue(size_t stream_index, uint64_t cuda_stream) const {
 }
 
 void Call::enqueue_copies(const Segment& segment, StreamHandle stream) const {
-  const Api& cu = api();
-  const FlatCopy* copies = program_->copies().data() + segment.first;
-  if (segment.count == 1 || (cu.MemcpyBatchAsync == nullptr && cu.MemcpyBatchAsyncV1 == nullptr)) {
-    for (size_t i = 0; i < segment.count; ++i)
-      check(cu.MemcpyDtoDAsync(at(copies[i].dst), at(copies[i].src), copies[i].bytes, stream), "cuMemcpyDtoDAsync");
-    return;
-  }
-  Scratch& s = scratch();
-  s.dst.clear();
-  s.src.clear();
-  s.bytes.clear();
-  for (size_t i = 0; i < segment.count; ++i) {
-    s.dst.push_back(at(copies[i].dst));
-    s.src.push_back(at(copies[i].src));
-    s.bytes.push_back(copies[i].bytes);
-  }
-  MemcpyAttributes attributes{};
-  attributes.src_access_order = kSrcAccessOrderStream;
-  attributes.flags = kPreferOverlapWithCompute;
-  size_t first = 0, failed = 0;
-  const Result r = cu.MemcpyBatchAsync != nullptr
-                       ? cu.MemcpyBatchAsync(s.dst.data(), s.src.data(), s.bytes.data(), segment.count, &attributes,
-                                             &first, 1, stream)
-                       : cu.MemcpyBatchAsyncV1(s.dst.data(), s.src.data(), s.bytes.data(), segment.count,
-                                               &attributes, &first, 1, &failed, stream);
-  check(r, "cuMemcpyBatchAsync");
-}
-
-void Call::enqueue_pitched(const Segment& segment, StreamHandle stream) const {
+  std::vector<CopyPlace>& places = scratch().places;
+  places.clear();
   for (size_t i = segment.first; i < segment.first + segment.count; ++i) {
-    const PitchedCopy& p = program_->pitched()[i];
-    Memcpy2D copy{};
-    copy.src_type = copy.dst_type = kMemoryTypeDevice;
-    copy.src_device = at(p.src);
-    copy.dst_device = at(p.dst);
-    copy.src_pitch = p.src_pitch;
-    copy.dst_pitch = p.dst_pitch;
-    copy.width_bytes = p.row_bytes;
-    copy.height = p.rows;
-    check(api().Memcpy2DAsync(&copy, stream), "cuMemcpy2DAsync");
+    const Copy& c = program_->copies()[i];
+    places.push_back({at(c.src), at(c.dst)});
   }
+  program_->graph(segment, control_->device(), places).launch(places, stream);
 }
 
 void Call::append_notify(const Signal& s, std::vector<MemOp>& ops) const {

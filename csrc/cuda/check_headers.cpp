@@ -66,15 +66,18 @@ SAME_SIZE(MemAccessDesc, CUmemAccessDesc);
 SAME_FIELD(MemAccessDesc, location, CUmemAccessDesc, location);
 SAME_FIELD(MemAccessDesc, flags, CUmemAccessDesc, flags);
 
-SAME_SIZE(Memcpy2D, CUDA_MEMCPY2D);
-SAME_FIELD(Memcpy2D, src_type, CUDA_MEMCPY2D, srcMemoryType);
-SAME_FIELD(Memcpy2D, src_device, CUDA_MEMCPY2D, srcDevice);
-SAME_FIELD(Memcpy2D, src_pitch, CUDA_MEMCPY2D, srcPitch);
-SAME_FIELD(Memcpy2D, dst_type, CUDA_MEMCPY2D, dstMemoryType);
-SAME_FIELD(Memcpy2D, dst_device, CUDA_MEMCPY2D, dstDevice);
-SAME_FIELD(Memcpy2D, dst_pitch, CUDA_MEMCPY2D, dstPitch);
-SAME_FIELD(Memcpy2D, width_bytes, CUDA_MEMCPY2D, WidthInBytes);
-SAME_FIELD(Memcpy2D, height, CUDA_MEMCPY2D, Height);
+SAME_SIZE(MemcpyParams, CUDA_MEMCPY3D);
+SAME_FIELD(MemcpyParams, src_x, CUDA_MEMCPY3D, srcXInBytes);
+SAME_FIELD(MemcpyParams, src_type, CUDA_MEMCPY3D, srcMemoryType);
+SAME_FIELD(MemcpyParams, src_device, CUDA_MEMCPY3D, srcDevice);
+SAME_FIELD(MemcpyParams, src_pitch, CUDA_MEMCPY3D, srcPitch);
+SAME_FIELD(MemcpyParams, dst_x, CUDA_MEMCPY3D, dstXInBytes);
+SAME_FIELD(MemcpyParams, dst_type, CUDA_MEMCPY3D, dstMemoryType);
+SAME_FIELD(MemcpyParams, dst_device, CUDA_MEMCPY3D, dstDevice);
+SAME_FIELD(MemcpyParams, dst_pitch, CUDA_MEMCPY3D, dstPitch);
+SAME_FIELD(MemcpyParams, width_bytes, CUDA_MEMCPY3D, WidthInBytes);
+SAME_FIELD(MemcpyParams, height, CUDA_MEMCPY3D, Height);
+SAME_FIELD(MemcpyParams, depth, CUDA_MEMCPY3D, Depth);
 
 SAME_SIZE(MemOp, CUstreamBatchMemOpParams);
 SAME_FIELD(MemOp, address, CUstreamBatchMemOpParams, waitValue.address);
@@ -84,16 +87,6 @@ SAME_FIELD(MemOp, alias, CUstreamBatchMemOpParams, waitValue.alias);
 SAME_FIELD(MemOp, address, CUstreamBatchMemOpParams, writeValue.address);
 SAME_FIELD(MemOp, value, CUstreamBatchMemOpParams, writeValue.value);
 SAME_FIELD(MemOp, flags, CUstreamBatchMemOpParams, writeValue.flags);
-
-#if CUDA_VERSION >= 12080
-SAME_SIZE(MemcpyAttributes, CUmemcpyAttributes);
-SAME_FIELD(MemcpyAttributes, src_access_order, CUmemcpyAttributes, srcAccessOrder);
-SAME_FIELD(MemcpyAttributes, src_hint, CUmemcpyAttributes, srcLocHint);
-SAME_FIELD(MemcpyAttributes, dst_hint, CUmemcpyAttributes, dstLocHint);
-SAME_FIELD(MemcpyAttributes, flags, CUmemcpyAttributes, flags);
-SAME_VALUE(kSrcAccessOrderStream, CU_MEMCPY_SRC_ACCESS_ORDER_STREAM);
-SAME_VALUE(kPreferOverlapWithCompute, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE);
-#endif
 
 // Each entry point: as many parameters as in cuda.h, of the same sizes (ours are spelled without its types).
 template <class Ours, class Theirs>
@@ -148,20 +141,20 @@ SAME_SHAPE(EventDestroy, cuEventDestroy);
 SAME_SHAPE(EventRecord, cuEventRecord);
 SAME_SHAPE(EventQuery, cuEventQuery);
 SAME_SHAPE(StreamBatchMemOp, cuStreamBatchMemOp);
-SAME_SHAPE(MemcpyDtoDAsync, cuMemcpyDtoDAsync);
 SAME_SHAPE(MemcpyDtoHAsync, cuMemcpyDtoHAsync);
 SAME_SHAPE(MemcpyHtoDAsync, cuMemcpyHtoDAsync);
-SAME_SHAPE(Memcpy2DAsync, cuMemcpy2DAsync);
+SAME_SHAPE(GraphCreate, cuGraphCreate);
+SAME_SHAPE(GraphAddMemcpyNode, cuGraphAddMemcpyNode);
+SAME_SHAPE(GraphInstantiate, cuGraphInstantiateWithFlags);
+SAME_SHAPE(GraphExecMemcpyNodeSetParams, cuGraphExecMemcpyNodeSetParams);
+SAME_SHAPE(GraphLaunch, cuGraphLaunch);
+SAME_SHAPE(GraphExecDestroy, cuGraphExecDestroy);
+SAME_SHAPE(GraphDestroy, cuGraphDestroy);
 SAME_SHAPE(MemsetD8Async, cuMemsetD8Async);
 SAME_SHAPE(LaunchKernel, cuLaunchKernel);
 SAME_SHAPE(FuncSetAttribute, cuFuncSetAttribute);
 SAME_SHAPE(GetErrorName, cuGetErrorName);
 SAME_SHAPE(GetErrorString, cuGetErrorString);
-#if CUDA_VERSION >= 13000
-SAME_SHAPE(MemcpyBatchAsync, cuMemcpyBatchAsync);
-#elif CUDA_VERSION >= 12080
-SAME_SHAPE(MemcpyBatchAsyncV1, cuMemcpyBatchAsync);
-#endif
 #if CUDA_VERSION >= 12050
 SAME_SHAPE(CtxRecordEvent, cuCtxRecordEvent);
 #endif

@@ -61,21 +61,24 @@ struct CudaError : std::runtime_error {
   X(EventRecord, "cuEventRecord", (EventHandle, StreamHandle))                                                 \
   X(EventQuery, "cuEventQuery", (EventHandle))                                                                 \
   X(StreamBatchMemOp, "cuStreamBatchMemOp_v2", (StreamHandle, unsigned, MemOp*, unsigned))                     \
-  X(MemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", (DevicePtr, DevicePtr, size_t, StreamHandle))                     \
   X(MemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void*, DevicePtr, size_t, StreamHandle))                         \
   X(MemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (DevicePtr, const void*, size_t, StreamHandle))                   \
-  X(Memcpy2DAsync, "cuMemcpy2DAsync_v2", (const Memcpy2D*, StreamHandle))                                      \
   X(MemsetD8Async, "cuMemsetD8Async", (DevicePtr, unsigned char, size_t, StreamHandle))                        \
+  X(GraphCreate, "cuGraphCreate", (GraphHandle*, unsigned))                                                    \
+  X(GraphAddMemcpyNode, "cuGraphAddMemcpyNode",                                                                \
+    (GraphNodeHandle*, GraphHandle, const GraphNodeHandle*, size_t, const MemcpyParams*, ContextHandle))       \
+  X(GraphInstantiate, "cuGraphInstantiateWithFlags", (GraphExecHandle*, GraphHandle, unsigned long long))      \
+  X(GraphExecMemcpyNodeSetParams, "cuGraphExecMemcpyNodeSetParams",                                            \
+    (GraphExecHandle, GraphNodeHandle, const MemcpyParams*, ContextHandle))                                    \
+  X(GraphLaunch, "cuGraphLaunch", (GraphExecHandle, StreamHandle))                                             \
+  X(GraphExecDestroy, "cuGraphExecDestroy", (GraphExecHandle))                                                 \
+  X(GraphDestroy, "cuGraphDestroy", (GraphHandle))                                                             \
   X(FuncSetAttribute, "cuFuncSetAttribute", (FunctionHandle, int, int))                                        \
   X(LaunchKernel, "cuLaunchKernel",                                                                            \
     (FunctionHandle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, StreamHandle, void**, void**))
 
-// Null where the driver is older: CUDA 13, 12.8 (one parameter more), 12.5.
+// Null where the driver is older than CUDA 12.5.
 #define TIDE_CUDA_OPTIONAL(X)                                                                                  \
-  X(MemcpyBatchAsync, "cuMemcpyBatchAsync_v2",                                                                 \
-    (DevicePtr*, DevicePtr*, size_t*, size_t, MemcpyAttributes*, size_t*, size_t, StreamHandle))               \
-  X(MemcpyBatchAsyncV1, "cuMemcpyBatchAsync",                                                                  \
-    (DevicePtr*, DevicePtr*, size_t*, size_t, MemcpyAttributes*, size_t*, size_t, size_t*, StreamHandle))      \
   X(CtxRecordEvent, "cuCtxRecordEvent", (ContextHandle, EventHandle))
 
 struct Api {

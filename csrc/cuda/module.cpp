@@ -124,7 +124,6 @@ nb::dict device_info(int64_t ordinal) {
   d["pci_bus_id"] = std::string(bus);
   d["uuid"] = uuid_text(uuid);
   d["granularity"] = granule;
-  d["batch_copies"] = cu.MemcpyBatchAsync != nullptr || cu.MemcpyBatchAsyncV1 != nullptr;
   return d;
 }
 
@@ -252,7 +251,7 @@ void bind_program(nb::module_& m) {
         if (stream < 0 || stream >= static_cast<int64_t>(p.it->n_streams()))
           throw std::invalid_argument("stream is " + std::to_string(stream) + "; the program has " +
                                       std::to_string(p.it->n_streams()));
-        static const char* const names[] = {"copies", "pitched", "clear", "signals", "sums"};
+        static const char* const names[] = {"copies", "clear", "signals", "sums"};
         std::vector<std::pair<std::string, size_t>> out;
         for (const Segment& s : p.it->segments(static_cast<size_t>(stream)))
           out.emplace_back(names[s.kind], s.kind == Segment::kSums ? p.it->sums()[s.first].size() : s.count);

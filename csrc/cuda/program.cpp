@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace tide::cuda {
 namespace {
@@ -13,7 +14,7 @@ namespace {
 
 // Opens a segment of `kind` unless the last one can go on; `at` is where the next item of the kind goes.
 Segment& continued(std::vector<Segment>& out, Segment::Kind kind, size_t at) {
-  if (out.empty() || out.back().kind != kind) out.push_back({kind, at, 0, false});
+  if (out.empty() || out.back().kind != kind) out.push_back({kind, at, 0});
   ++out.back().count;
   return out.back();
 }
@@ -44,7 +45,7 @@ void Program::compile_stream(size_t stream, std::vector<int64_t>& notifier) {
       case kSum:
         if (op[3] == 0) break;
         if (out.empty() || out.back().kind != Segment::kSums) {
-          out.push_back({Segment::kSums, sums_.size(), 1, false});
+          out.push_back({Segment::kSums, sums_.size(), 1});
           sums_.emplace_back();
         }
         sums_.back().push_back(i);
@@ -72,18 +73,27 @@ void Program::add_copy(size_t index, std::vector<Segment>& out) {
   const auto rows = static_cast<size_t>(op[5]);
   const size_t row_bytes = static_cast<size_t>(op[6]) * static_cast<size_t>(dtype_bytes(op[9]));
   if (rows == 0 || row_bytes == 0) return;
-  const Operand src{op[1], op[2]}, dst{op[3], op[4]};
-  const auto src_pitch = static_cast<size_t>(op[7]), dst_pitch = static_cast<size_t>(op[8]);
-  if (rows == 1 || (src_pitch == row_bytes && dst_pitch == row_bytes)) {
-    continued(out, Segment::kCopies, copies_.size());
-    copies_.push_back({src, dst, rows * row_bytes});
-    return;
-  }
-  if (src_pitch < row_bytes || dst_pitch < row_bytes)
-    refuse(index, "pitches of " + std::to_string(src_pitch) + " and " + std::to_string(dst_pitch) +
+  CopyShape shape{row_bytes, rows, static_cast<size_t>(op[7]), static_cast<size_t>(op[8])};
+  if (rows > 1 && shape.src_pitch == row_bytes && shape.dst_pitch == row_bytes) shape = {rows * row_bytes, 1, 0, 0};
+  if (shape.rows > 1 && (shape.src_pitch < row_bytes || shape.dst_pitch < row_bytes))
+    refuse(index, "pitches of " + std::to_string(shape.src_pitch) + " and " + std::to_string(shape.dst_pitch) +
                       " bytes; a copy on the device needs at least the row's " + std::to_string(row_bytes));
-  continued(out, Segment::kPitched, pitched_.size());
-  pitched_.push_back({src, dst, row_bytes, rows, src_pitch, dst_pitch});
+  const bool opens = out.empty() || out.back().kind != Segment::kCopies;
+  Segment& segment = continued(out, Segment::kCopies, copies_.size());
+  if (opens) segment.graph = n_graphs_++;
+  copies_.push_back({{op[1], op[2]}, {op[3], op[4]}, shape});
+}
+
+CopyGraph& Program::graph(const Segment& segment, Device& device, const std::vector<CopyPlace>& places) const {
+  std::lock_guard<std::mutex> hold(graphs_lock_);
+  graphs_.resize(n_graphs_);
+  std::unique_ptr<CopyGraph>& graph = graphs_[segment.graph];
+  if (graph == nullptr || &graph->device() != &device) {
+    std::vector<CopyShape> shapes;
+    for (size_t i = segment.first; i < segment.first + segment.count; ++i) shapes.push_back(copies_[i].shape);
+    graph = std::make_unique<CopyGraph>(device, std::move(shapes), places);
+  }
+  return *graph;
 }
 
 // Notifications store totals, so those of one counter must happen in the order of the table.

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "control.h"
+#include "copy_graph.h"
 #include "../program.h"
 #include "sum.h"
 
@@ -18,14 +19,9 @@ struct Operand {
   int64_t offset;
 };
 
-struct FlatCopy {
+struct Copy {
   Operand src, dst;
-  size_t bytes;
-};
-
-struct PitchedCopy {
-  Operand src, dst;
-  size_t row_bytes, rows, src_pitch, dst_pitch;
+  CopyShape shape;
 };
 
 struct Clear {
@@ -44,9 +40,10 @@ struct Signal {
 };
 
 struct Segment {
-  enum Kind { kCopies, kPitched, kClear, kSignals, kSums } kind;
+  enum Kind { kCopies, kClear, kSignals, kSums } kind;
   size_t first, count;  // in the list of that kind
   bool waits = false;
+  size_t graph = 0;  // copies: number of their graph
 };
 
 class Program {
@@ -57,8 +54,7 @@ class Program {
   const tide::Program& table() const { return table_; }
   const std::vector<Segment>& segments(size_t stream) const { return streams_[stream]; }
   size_t n_streams() const { return streams_.size(); }
-  const std::vector<FlatCopy>& copies() const { return copies_; }
-  const std::vector<PitchedCopy>& pitched() const { return pitched_; }
+  const std::vector<Copy>& copies() const { return copies_; }
   const std::vector<Clear>& clears() const { return clears_; }
   const std::vector<Signal>& signals() const { return signals_; }
   const std::vector<std::vector<size_t>>& sums() const { return sums_; }  // op numbers per run
@@ -67,6 +63,9 @@ class Program {
 
   void set_sum_kernel(const SumKernel& kernel, Device& device);
   std::shared_ptr<const SumPlan> sum_plan() const;
+
+  // The graph of a segment of copies, made when it is first wanted, with these places.
+  CopyGraph& graph(const Segment& segment, Device& device, const std::vector<CopyPlace>& places) const;
 
   // Throws unless the program can run on this control; remembers the last one that it was found to fit.
   void check_fits(const Control& control) const;
@@ -79,8 +78,7 @@ class Program {
   tide::Program table_;
   std::vector<uint32_t> readers_;
   std::vector<std::vector<Segment>> streams_;
-  std::vector<FlatCopy> copies_;
-  std::vector<PitchedCopy> pitched_;
+  std::vector<Copy> copies_;
   std::vector<Clear> clears_;
   std::vector<Signal> signals_;
   std::vector<std::vector<size_t>> sums_;
@@ -88,6 +86,9 @@ class Program {
   mutable std::atomic<uint64_t> fits_{0};
   mutable std::mutex plan_lock_;
   std::shared_ptr<const SumPlan> plan_;
+  size_t n_graphs_ = 0;
+  mutable std::mutex graphs_lock_;
+  mutable std::vector<std::unique_ptr<CopyGraph>> graphs_;
 };
 
 // One use of a program: addresses, counters, and what they had come to before it.
@@ -104,7 +105,6 @@ class Call {
  private:
   DevicePtr at(const Operand& o) const { return bases_[static_cast<size_t>(o.base)] + static_cast<uint64_t>(o.offset); }
   void enqueue_copies(const Segment& segment, StreamHandle stream) const;
-  void enqueue_pitched(const Segment& segment, StreamHandle stream) const;
   void enqueue_signals(const Segment& segment, StreamHandle stream) const;
   void append_notify(const Signal& s, std::vector<MemOp>& ops) const;
 

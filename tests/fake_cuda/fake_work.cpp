@@ -163,10 +163,6 @@ EXPORT Result cuStreamBatchMemOp_v2(StreamHandle s, unsigned count, MemOp* ops, 
       return kInvalidValue;
   return submit(s, [batch = std::vector<MemOp>(ops, ops + count)] { run_mem_ops(batch); });
 }
-EXPORT Result cuMemcpyDtoDAsync_v2(DevicePtr dst, DevicePtr src, size_t n, StreamHandle s) {
-  ENTER("cuMemcpyDtoDAsync");
-  return submit(s, [=] { std::memcpy(reinterpret_cast<void*>(dst), reinterpret_cast<void*>(src), n); });
-}
 EXPORT Result cuMemcpyDtoHAsync_v2(void* dst, DevicePtr src, size_t n, StreamHandle s) {
   ENTER("cuMemcpyDtoHAsync");
   return submit(s, [=] {
@@ -179,34 +175,6 @@ EXPORT Result cuMemcpyHtoDAsync_v2(DevicePtr dst, const void* src, size_t n, Str
   return submit(s, [=] {
     while (hold_host_copies) nap();
     std::memcpy(reinterpret_cast<void*>(dst), src, n);
-  });
-}
-#ifndef FAKE_CUDA_OLD
-EXPORT Result cuMemcpyBatchAsync_v2(DevicePtr* dsts, DevicePtr* srcs, size_t* sizes, size_t count,
-                                    MemcpyAttributes* attrs, size_t* indices, size_t n_attrs, StreamHandle s) {
-  ENTER("cuMemcpyBatchAsync");
-  if (count == 0 || n_attrs != 1 || indices[0] != 0 || attrs->src_access_order != kSrcAccessOrderStream || s == nullptr)
-    return kInvalidValue;
-  for (size_t i = 0; i < count; ++i)
-    if (sizes[i] == 0) return kInvalidValue;
-  std::vector<DevicePtr> d(dsts, dsts + count), from(srcs, srcs + count);
-  std::vector<size_t> n(sizes, sizes + count);
-  return submit(s, [=] {
-    for (size_t i = count; i-- > 0;)  // no order is promised within a batch
-      std::memcpy(reinterpret_cast<void*>(d[i]), reinterpret_cast<void*>(from[i]), n[i]);
-  });
-}
-#endif
-EXPORT Result cuMemcpy2DAsync_v2(const Memcpy2D* copy, StreamHandle s) {
-  ENTER("cuMemcpy2DAsync");
-  const Memcpy2D c = *copy;
-  if (c.src_type != kMemoryTypeDevice || c.dst_type != kMemoryTypeDevice || c.src_pitch < c.width_bytes ||
-      c.dst_pitch < c.width_bytes || c.width_bytes == 0 || c.height == 0)
-    return kInvalidValue;
-  return submit(s, [c] {
-    for (size_t r = 0; r < c.height; ++r)
-      std::memcpy(reinterpret_cast<char*>(c.dst_device) + r * c.dst_pitch,
-                  reinterpret_cast<const char*>(c.src_device) + r * c.src_pitch, c.width_bytes);
   });
 }
 EXPORT Result cuMemsetD8Async(DevicePtr dst, unsigned char value, size_t n, StreamHandle s) {

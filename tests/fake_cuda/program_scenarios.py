@@ -61,12 +61,41 @@ def copies_of_every_kind():
     ops.append([COPY, 0, 0, 1, at + 40, 1, 16, 0, 0, FP32, FP32])
     want[at + 40 : at + 104] = data[:64]
     prog = program(ops, n_bases=2)
-    assert prog.segments(0) == [("copies", 6), ("pitched", 1), ("clear", 1), ("copies", 1)]
-    run(prog, lone_control(), [src.address, dst.address])
+    assert prog.segments(0) == [("copies", 7), ("clear", 1), ("copies", 1)]
+    control = lone_control()
+    run(prog, control, [src.address, dst.address])
     assert np.array_equal(array(dst, np.uint8), want)
-    batched = cuda.device_info(0)["batch_copies"]
-    counted = (calls("cuMemcpyBatchAsync"), calls("cuMemcpyDtoDAsync"), calls("cuMemcpy2DAsync"))
-    assert counted == ((1, 1, 1) if batched else (0, 7, 1))
+    # One launch for each run of copies, however many they are; the same places again change nothing.
+    assert (calls("cuGraphLaunch"), calls("cuGraphAddMemcpyNode"), calls("cuGraphExecMemcpyNodeSetParams")) == (2, 8, 0)
+    array(dst, np.uint8)[:] = 0xEE
+    run(prog, control, [src.address, dst.address])
+    assert np.array_equal(array(dst, np.uint8), want)
+    # Elsewhere: only what has moved is changed, and the graphs are not made anew.
+    other = memory()
+    array(other, np.uint8)[:] = 0xEE
+    run(prog, control, [src.address, other.address])
+    assert np.array_equal(array(other, np.uint8), want)
+    assert np.array_equal(array(dst, np.uint8), want)
+    assert (calls("cuGraphLaunch"), calls("cuGraphAddMemcpyNode"), calls("cuGraphExecMemcpyNodeSetParams")) == (6, 8, 8)
+
+
+@scenario
+def a_launch_keeps_its_places_when_later_ones_differ():
+    """A later call with other addresses must not change where an earlier one, still waiting, copies to."""
+    src, first, second = memory(), memory(), memory()
+    array(src, np.uint8)[:] = 7
+    array(first, np.uint8)[:] = array(second, np.uint8)[:] = 0
+    (control, _), own = controls()
+    prog = program(
+        [[AWAIT, 0, 1, 1], [COPY, 0, 0, 1, 0, 1, 64, 0, 0, RAW, RAW]], n_bases=2, n_counters=1, advance=[(0, 1, 1)]
+    )
+    stream = cuda.Stream(0, 0)
+    for dst in (first, second):
+        prog.begin(control, [src.address, dst.address], [2], 1, 1.0).enqueue(0, stream.handle)
+    assert not array(first, np.uint8).any()
+    array(own[0], np.uint32)[(2 * 2 + 1) * 4] = 2
+    until(lambda: array(second, np.uint8)[:64].all())
+    assert array(first, np.uint8)[:64].all()
 
 
 @scenario

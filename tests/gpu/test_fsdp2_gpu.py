@@ -15,15 +15,20 @@ LEFT_OUT = {"poisoned slots", "compiled blocks"}
 GPU_CASES = [c for c in CASES if c.name not in LEFT_OUT]
 
 
-def _deterministic(rank: int, world: int, cases: list[Case]) -> dict[str, float]:
+def deterministic() -> None:
+    """Make this process's own kernels give the same bits every time."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
+
+
+def _compare(rank: int, world: int, cases: list[Case]) -> dict[str, float]:
+    deterministic()
     return compare(rank, world, cases, device="cuda")
 
 
 @pytest.fixture(scope="module")
 def two_gpus() -> dict[str, float]:
-    return launch(2, _deterministic, GPU_CASES, timeout=220, backend="cpu:gloo,cuda:nccl")[0]
+    return launch(2, _compare, GPU_CASES, timeout=220, backend="cpu:gloo,cuda:nccl")[0]
 
 
 @needs_two
