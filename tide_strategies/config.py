@@ -49,16 +49,21 @@ class AllGatherConfig:
         multicast: use NVSwitch multicast where the hardware has it and nobody switched it off.
         slots: landing slots of the ring that unsharded parameters rotate through, at least 1. More are
             added when the program keeps more groups unsharded at once.
+        memory_budget: bytes for that ring, instead of ``slots``: it begins with as many slots as fit, at most one for
+            each group.
         cache: where a slot that still holds current values replaces an all-gather.
     """
 
     multicast: Auto | bool = "auto"
     slots: int = 2
+    memory_budget: int | None = None
     cache: Literal["off", "turnaround", "microbatch"] = "turnaround"
 
     def __post_init__(self) -> None:
         _check_fields(self, "all_gather")
         _at_least(self.slots, 1, "all_gather.slots")
+        if self.memory_budget is not None:
+            _at_least(self.memory_budget, 1, "all_gather.memory_budget")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,7 +281,7 @@ def _accepts(value: Any, hint: Any) -> bool:
 def _describe(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return " or ".join(repr(a) for a in typing.get_args(hint))
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
     return names.get(hint) or f"a section with {', '.join(f.name for f in fields(hint))}"
 
 

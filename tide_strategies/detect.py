@@ -45,7 +45,7 @@ FALLBACKS: dict[str, tuple[str, str]] = {
     "TIDE-F015": ("the group's class is {}, not FSDP2's own", "do without the library that replaces it"),
     "TIDE-F016": (
         "the GPU transport is not available: {}",
-        "use an NVIDIA GPU and driver with CUDA 12.8 or newer, install triton, and set CUDA_DEVICE_MAX_CONNECTIONS=32 "
+        "use an NVIDIA GPU and driver with CUDA 12 or newer, install triton, and set CUDA_DEVICE_MAX_CONNECTIONS=32 "
         "in the environment of the job",
     ),
     "TIDE-F020": ("the ranks cannot share memory: {}", "run the ranks of a sharding group on one host"),

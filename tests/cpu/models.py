@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -85,6 +86,7 @@ class Case:
     divide_factor: float | None = None
     force_sum: bool = False
     reshard: bool | None = None
+    last_stays: bool = False
     root_only: bool = False
     poison: bool = False
     hook: bool = False
@@ -112,7 +114,8 @@ def build(case: Case, world: int, seed: int = 0, device: str = "cpu") -> nn.Modu
         for block in model.blocks:
             if case.compile:
                 block.compile(backend=case.compile)
-            fully_shard(block, **kwargs)
+            last = {"reshard_after_forward": False} if case.last_stays and block is model.blocks[-1] else {}
+            fully_shard(block, **kwargs, **last)
     fully_shard(model, **kwargs)
     if case.prefetch:
         blocks = list(model.blocks)
@@ -211,7 +214,21 @@ def _spoil(model: nn.Module) -> None:
 
 
 def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter, unsharded."""
-    return {
-        n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in model.state_dict().items()
-    }
+    """Every parameter, unsharded, on the CPU."""
+    return {n: _full(p).detach().clone() for n, p in model.state_dict().items()}
+
+
+def _full(parameter: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return parameter.cpu()
+    if parameter.device.type == "cpu":
+        return parameter.full_tensor()
+    # gloo, the only backend for several ranks on one card, gathers no device memory
+    mesh = _cpu_mesh(tuple(parameter.device_mesh.shape))
+    shard, shape, stride = parameter.to_local().cpu(), parameter.shape, parameter.stride()
+    return DTensor.from_local(shard, mesh, parameter.placements, shape=shape, stride=stride).full_tensor()
+
+
+@functools.cache
+def _cpu_mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)

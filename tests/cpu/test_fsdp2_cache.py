@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from harness import launch
 from models import Block, Case, Net, build, full_parameters, train
@@ -9,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tide_strategies import apply_tide
+from tide_strategies.errors import TideConfigError
 
 
 def _counts(rank: int, world: int, cases: list[Case]) -> list[dict[str, tuple[int, int]]]:
@@ -39,6 +41,45 @@ def test_slots_save_the_all_gathers_of_values_that_are_still_there() -> None:
     # everything fits: one all-gather per optimizer step, five more uses saved (3 forwards, 3 backwards)
     assert [counts[3][b] for b in blocks] == [(2, 10)] * 4
     assert counts[3]["(root)"] == (2, 4)
+
+
+def _arenas(rank: int, world: int, cases: list[Case]) -> list[dict[str, int]]:
+    out = []
+    for case in cases:
+        model = build(case, world)
+        handle = apply_tide(model, {"timeout_s": 30, **case.config})
+        train(model, case, rank)
+        report = handle.report()
+        out.append({**report.arena_bytes, "block": report.groups[-1].unsharded_bytes})
+        handle.close()
+    return out
+
+
+def test_the_ring_takes_what_its_budget_allows_and_a_last_block_that_stays() -> None:
+    plain, last = Case("plain"), Case("last stays", last_stays=True)
+    narrow = Case("not last after all", last_stays=True, twice=True, config={"all_gather.slots": 1})
+    slot = launch(2, _arenas, [plain])[0][0]["ring"] // 2
+    budget = Case("budget", config={"all_gather.memory_budget": 3 * slot + slot // 2})
+    more = Case("more than all", config={"all_gather.memory_budget": 99 * slot})
+    plain_, last_, narrow_, budget_, more_ = launch(2, _arenas, [plain, last, narrow, budget, more])[0]
+    assert plain_["ring"] == last_["ring"] == 2 * slot
+    assert plain_["pinned"] == last_["pinned"], "only the root has a slot of its own"
+    assert narrow_["ring"] == 2 * slot, "a block that does not come last after all is no conflict, but a slot more"
+    assert budget_["ring"] == 3 * slot
+    assert more_["ring"] == 4 * slot, "no more slots than groups"
+
+
+def _too_small(rank: int, world: int, _: None) -> str:
+    model = build(Case("too small"), world)
+    apply_tide(model, {"timeout_s": 30, "all_gather.memory_budget": 100})
+    with pytest.raises(TideConfigError) as refused:
+        train(model, Case("too small"), rank)
+    return str(refused.value)
+
+
+def test_a_budget_that_no_slot_fits_into_is_refused() -> None:
+    for words in launch(2, _too_small):
+        assert "'all_gather.memory_budget' is 100 bytes, but the largest group alone takes" in words
 
 
 class Clamped(Block):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -44,6 +45,9 @@ CASES = [
     Case("post-accumulate hooks", hook=True),
     Case("no cache", config={"all_gather.cache": "off"}),
     Case("one slot", config={"all_gather.slots": 1}),
+    Case("a budget for the ring", config={"all_gather.memory_budget": 1 << 20, "all_gather.cache": "microbatch"}),
+    Case("last block stays unsharded", last_stays=True, policy=BF16),
+    Case("last block stays unsharded, twice", last_stays=True, twice=True),
     Case("microbatch cache", accumulate=3, config={"all_gather.cache": "microbatch", "all_gather.slots": 3}),
     Case(
         "microbatch cache without sync",
@@ -73,9 +77,14 @@ FOUR = [
 ]
 
 
-def run(case: Case, rank: int, world: int, tide: bool, device: str = "cpu"):
-    """Train a case; returns losses, final parameters and hook calls."""
+Prepare = Callable[[torch.nn.Module], None]
+
+
+def run(case: Case, rank: int, world: int, tide: bool, device: str = "cpu", stock: Prepare | None = None):
+    """Train a case; returns losses, final parameters and hook calls. ``stock`` prepares the model of the other side."""
     model, seen = build(case, world, device=device), []
+    if stock is not None and not tide:
+        stock(model)
     handle = apply_tide(model, {"timeout_s": 30, "debug.poison_slots": case.poison, **case.config}) if tide else None
     losses = train(model, case, rank, seen)
     if handle is not None:
@@ -91,11 +100,13 @@ def run(case: Case, rank: int, world: int, tide: bool, device: str = "cpu"):
     return losses, values, seen
 
 
-def compare(rank: int, world: int, cases: list[Case], device: str = "cpu") -> dict[str, float]:
+def compare(
+    rank: int, world: int, cases: list[Case], device: str = "cpu", stock: Prepare | None = None
+) -> dict[str, float]:
     """Largest difference between TIDE and stock for each case; 0.0 means equal to the last bit."""
     worst = {}
     for case in cases:
-        losses, want, hooks = run(case, rank, world, tide=False, device=device)
+        losses, want, hooks = run(case, rank, world, tide=False, device=device, stock=stock)
         tide_losses, got, tide_hooks = run(case, rank, world, tide=True, device=device)
         assert hooks == tide_hooks, case.name
         assert want.keys() == got.keys()

@@ -7,12 +7,27 @@ import os
 import pytest
 import torch
 from harness import launch
-from models import Case
+from models import BF16, Case
 from test_fsdp2_parity import CASES, compare
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU per rank: two GPUs")
-LEFT_OUT = {"poisoned slots", "compiled blocks"}
-GPU_CASES = [c for c in CASES if c.name not in LEFT_OUT]
+LEFT_OUT = {"compiled blocks"}
+SLOT_REUSE = {"reduce_scatter.mode": "slot_reuse"}
+CACHED = {"all_gather.cache": "microbatch", "all_gather.slots": 4}
+GPU_CASES = [
+    *(c for c in CASES if c.name not in LEFT_OUT),
+    Case("slot reuse", policy=BF16, config=SLOT_REUSE),
+    Case("slot reuse with uneven rows", uneven=True, policy=BF16, config=SLOT_REUSE),
+    Case("slot reuse with everything cached", policy=BF16, accumulate=3, config=SLOT_REUSE | CACHED),
+    Case("slot reuse without sync", policy=BF16, accumulate=3, sync_every=False, config=SLOT_REUSE),
+    Case("slot reuse of fp32", accumulate=2, sync_every=False, config=SLOT_REUSE),
+    Case("slot reuse and a model used twice", twice=True, policy=BF16, config=SLOT_REUSE),
+    Case("slot reuse with unused parameters", unused=True, frozen=True, policy=BF16, config=SLOT_REUSE),
+    Case("slot reuse without reshard", reshard=False, policy=BF16, config=SLOT_REUSE),
+    Case("slot reuse in one slot", policy=BF16, config=SLOT_REUSE | {"all_gather.slots": 1}),
+    Case("blocks compiled by inductor", compile="inductor", policy=BF16, steps=2),
+    Case("poisoned slots under slot reuse", poison=True, policy=BF16, config=SLOT_REUSE),
+]
 
 
 def deterministic() -> None:

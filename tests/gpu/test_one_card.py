@@ -1,6 +1,7 @@
 """Several ranks on one card: the same results as stock FSDP2, and the same ends when a peer fails.
 
-Stock runs on gloo here, since NCCL refuses two ranks on one card; sums of two fp32 addends are the same in any order.
+Stock communicates through the host here, since NCCL refuses two ranks on one card; a sum of two addends is the same in
+any order.
 """
 
 from __future__ import annotations
@@ -14,19 +15,24 @@ import pytest
 import torch
 from harness import launch, launch_raw
 from models import BF16, Case, batch, build
+from staged import through_the_host
 from test_fsdp2_gpu import GPU_CASES, deterministic
 from test_fsdp2_parity import compare
 
 from tide_strategies import apply_tide
 
 BACKEND = "cpu:gloo,cuda:gloo"
-FOUR = [Case("fp32"), Case("uneven rows in bf16", uneven=True, policy=BF16), Case("hybrid sharding", hsdp=True)]
+FOUR = [
+    Case("fp32"),
+    Case("uneven rows in bf16", uneven=True, policy=BF16),
+    Case("hybrid sharding", hsdp=True, force_sum=True),
+]
 
 
 def _compare(rank: int, world: int, cases: list[Case]) -> dict[str, float]:
     torch.cuda.set_device(0)
     deterministic()
-    return compare(rank, world, cases, device="cuda")
+    return compare(rank, world, cases, device="cuda", stock=through_the_host)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tide_strategies.collectives.reduce_scatter import BANKS, PIECE_ALIGNMENT
 from tide_strategies.config import TideConfig
+from tide_strategies.errors import TideConfigError
 from tide_strategies.fsdp2.cpu_path import CpuPath
 from tide_strategies.fsdp2.eligibility import shard_item
 from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors
@@ -77,12 +78,14 @@ def _connect_cpu(exchange: Exchange, ranks: dist.ProcessGroup, members: Sequence
 def _connect_cuda(
     exchange: Exchange, ranks: dist.ProcessGroup, members: Sequence[Member], config: TideConfig
 ) -> AnyEngine:
-    from tide_strategies.fsdp2.cuda_path import CudaPath, CudaStreams
+    from tide_strategies.fsdp2.cuda_path import CudaLanding, CudaPath, CudaStreams
     from tide_strategies.runtime.cuda import group as cuda_group
     from tide_strategies.runtime.cuda.engine import CudaEngine
     from tide_strategies.runtime.cuda.sum_kernels import sum_kernels
 
-    size, chunk_bytes = ranks.size(), _chunk_bytes(config, cuda_group.AUTO_CHUNK_BYTES)
+    size = ranks.size()
+    slices = [sum(s.itemsize * m.layout.shard_items(p) for p, s in enumerate(m.layout.params)) for m in members]
+    chunk_bytes = _chunk_bytes(config, cuda_group.auto_chunk_bytes(max(slices)))
     device = torch.cuda.current_device()
     engine = CudaEngine(
         exchange,
@@ -98,18 +101,26 @@ def _connect_cuda(
     except BaseException:
         engine.close()
         raise
-    streams, vacated = CudaStreams(torch.device("cuda", device)), {}  # type: ignore[var-annotated]
+    streams = CudaStreams(torch.device("cuda", device))
     ctas = config.reduce_scatter.sum_ctas
-    sum_ctas = cuda_group.AUTO_SUM_CTAS if ctas == "auto" else ctas
+    sum_ctas = cuda_group.auto_sum_ctas(size) if ctas == "auto" else ctas
     for member, home in zip(members, homes, strict=True):
         _reshard(member.group)
         collectives = cuda_group.CudaGroup(
             engine, member.name, member.layout, home, chunk_bytes, sum_kernels(device), sum_ctas
         )
-        landings = landing_tensors(member.group, member.layout, collectives.landing.window)
-        own = landing_tensors(member.group, member.layout, collectives.landing.window, engine.rank)
-        member.binding = GroupBinding(CudaPath(collectives, streams, vacated, own), config.all_gather.cache)
-        adopt(member.group, landings, member.binding)
+        window = collectives.landing.window
+        landing = CudaLanding(
+            own=landing_tensors(member.group, member.layout, window, engine.rank),
+            gradients=landing_tensors(member.group, member.layout, window)
+            if config.reduce_scatter.mode == "slot_reuse"
+            else None,
+            poison=torch.from_dlpack(window.tensor(0, member.layout.landing_bytes, "uint8"))
+            if config.debug.poison_slots
+            else None,
+        )
+        member.binding = GroupBinding(CudaPath(collectives, streams, landing), config.all_gather.cache)
+        adopt(member.group, landing_tensors(member.group, member.layout, window), member.binding)
     return engine
 
 
@@ -125,18 +136,31 @@ def _reshard(group: Any) -> None:
 
 
 def _homes(engine: AnyEngine, members: Sequence[Member], config: TideConfig) -> list[Any]:
-    """Ring for groups that reshard after forward, a slot of its own for each of the others."""
-    rotating = [m for m in members if m.group._reshard_after_forward]
-    ring = None
-    if rotating:
-        nbytes = max(m.layout.landing_bytes for m in rotating)
-        slots = min(config.all_gather.slots, len(rotating))
-        poison = config.debug.poison_slots and rotating[0].group.device.type == "cpu"
-        ring = SlotRing(lambda: engine.add_slot(nbytes, "ring"), slots, poison)
+    """The ring for groups that reshard after forward, a slot of its own for each of the others."""
+    rotating = [m.group._reshard_after_forward for m in members]
+    if not any(rotating):
+        return [engine.add_slot(m.layout.landing_bytes, "pinned") for m in members]
+    nbytes = max(m.layout.landing_bytes for m, rotates in zip(members, rotating, strict=True) if rotates)
+    # The last block of a model is often told to stay unsharded, since its backward comes right after its forward: the
+    # ring has a slot for that. (If it does not come last after all, the ring grows by one.)
+    if not rotating[-1] and len(members) > 2 and members[-1].layout.landing_bytes <= nbytes:
+        rotating[-1] = True
+    poison = config.debug.poison_slots and members[0].group.device.type == "cpu"
+    ring = SlotRing(lambda: engine.add_slot(nbytes, "ring"), _ring_slots(config, nbytes, sum(rotating)), poison)
+    return [
+        ring if rotates else engine.add_slot(m.layout.landing_bytes, "pinned")
+        for m, rotates in zip(members, rotating, strict=True)
+    ]
 
-    def home(member: Member) -> SlotRing | Slot:
-        if ring is not None and member.group._reshard_after_forward:
-            return ring
-        return engine.add_slot(member.layout.landing_bytes, "pinned")
 
-    return [home(m) for m in members]
+def _ring_slots(config: TideConfig, nbytes: int, groups: int) -> int:
+    """Slots of ``nbytes`` to begin with for a ring of ``groups``."""
+    budget = config.all_gather.memory_budget
+    if budget is None:
+        return min(config.all_gather.slots, groups)
+    if budget < nbytes:
+        raise TideConfigError(
+            f"TIDE option 'all_gather.memory_budget' is {budget} bytes, but the largest group alone takes {nbytes}: "
+            f"raise it to {2 * nbytes} or more (two slots, so that communication overlaps with computation)"
+        )
+    return min(budget // nbytes, groups)

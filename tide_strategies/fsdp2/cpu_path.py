@@ -14,6 +14,9 @@ from tide_strategies.runtime.group import GroupCollectives
 class CpuPath:
     """One group's collectives over shared memory."""
 
+    #: A landing is shared by the ranks, so it cannot take the gradients of one of them.
+    keeps_gradients = False
+
     def __init__(self, collectives: GroupCollectives) -> None:
         self.collectives = collectives
 
@@ -21,17 +24,21 @@ class CpuPath:
         """Write the shards into the shared landing. No event: the data is there when :meth:`wait` returns."""
         self.collectives.issue([s.data_ptr() for s in shards], versions)
 
-    def reuse(self, group: Any) -> None:
+    def reuse(self) -> None:
         """Use the landing as it is."""
         self.collectives.reuse()
 
-    def wait(self, group: Any) -> None:
+    def wait(self) -> None:
         """Wait for the other ranks' shards."""
         self.collectives.complete()
 
-    def vacate(self, group: Any) -> None:
+    def vacate(self) -> None:
         """Give the landing up."""
         self.collectives.vacate()
+
+    def keep_gradients(self, params: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Never called."""
+        raise NotImplementedError("CPU ranks share their landings")
 
     def reduce_scatter(
         self, params: tuple[int, ...], gradients: Sequence[torch.Tensor], output: torch.Tensor, divisor: float

@@ -6,30 +6,54 @@ Three moments of a landing are kept apart, each with its own event or counter:
   rank's next cast overwrite them, and only then are peers told, by a stream of its own, that they may.
 * *readable*: all peers' shards have arrived (an event on the completion stream), for which compute waits.
 * *reusable*: all peers have vacated (a counter that the copies wait for on the device).
+
+Under Slot-Reuse (paper, section 5.3) a landing whose parameters are done with takes the gradients before it is vacated.
+
+Every call here is on the host's critical path: events are made once and recorded again, and nothing is asked of torch
+twice.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tide_strategies._native import cuda
 from tide_strategies.fsdp2.eligibility import REDUCIBLE
 from tide_strategies.runtime.cuda.engine import DeviceSlot
 from tide_strategies.runtime.cuda.group import CudaGroup
 
 
 class CudaStreams:
-    """The streams that all groups of one engine share."""
+    """What all groups of one engine share: streams, and the event of each slot's last use by this rank's compute."""
 
     def __init__(self, device: torch.device) -> None:
         high = -1
+        self.device = device
         self.gather = torch.cuda.Stream(device, priority=high)
         self.completion = torch.cuda.Stream(device, priority=high)
         self.readiness = torch.cuda.Stream(device, priority=high)
         self.push = torch.cuda.Stream(device, priority=high)
+        self.vacated: dict[int, torch.cuda.Event] = {}
+
+
+@dataclass(frozen=True)
+class CudaLanding:
+    """Views of a group's landing, one per parameter.
+
+    Args:
+        own: this rank's padded shards.
+        gradients: room for each unsharded gradient, where its parameter lies; None under In-Place.
+        poison: the whole landing as bytes, to be made NaN when vacated; None to leave it.
+    """
+
+    own: list[torch.Tensor]
+    gradients: list[torch.Tensor] | None = None
+    poison: torch.Tensor | None = None
 
 
 class CudaPath:
@@ -38,70 +62,99 @@ class CudaPath:
     Args:
         collectives: the group's calls.
         streams: streams shared by the engine's groups.
-        vacated: event of each slot's last use by this rank's compute, shared by the engine's groups.
-        own: views of this rank's padded shards within the landing, one per parameter.
+        landing: views of the landing.
     """
 
-    def __init__(
-        self,
-        collectives: CudaGroup,
-        streams: CudaStreams,
-        vacated: dict[int, torch.cuda.Event],
-        own: list[torch.Tensor],
-    ) -> None:
+    def __init__(self, collectives: CudaGroup, streams: CudaStreams, landing: CudaLanding) -> None:
         self.collectives, self.streams = collectives, streams
-        self._vacated, self._own = vacated, own
+        self._landing = landing
         self._slot: DeviceSlot | None = None
-        self._readable: torch.cuda.Event | None = None
+        self._readable_event = torch.cuda.Event()
+        self._readable = True
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients go into the landing once the parameters there are done with (Slot-Reuse)."""
+        return self._landing.gradients is not None
 
     def all_gather(self, group: Any, shards: Sequence[torch.Tensor], versions: tuple[int, ...] | None) -> None:
         """Cast the shards into the own landing and send them to the peers' landings."""
         start = time.perf_counter()
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self.streams.device)
         _, stream = group.comm_ctx.get_all_gather_streams(group.unshard_async_op, group._training_state)
         if stream == current:  # an explicit unshard: waits for peers must not hold up the program's own stream
             stream = self.streams.gather
-            stream.wait_stream(current)
+            cuda.order(current.cuda_stream, stream.cuda_stream)
         slot = self._slot = self.collectives.occupy()
-        vacated = self._vacated.get(slot.index)
+        vacated = self.streams.vacated.get(slot.index)
         if vacated is not None:
             stream.wait_event(vacated)
-        with torch.no_grad(), torch.cuda.stream(stream):
-            torch._foreach_copy_(self._own, list(shards))
+        torch.cuda.set_stream(stream)
+        try:
+            with torch.no_grad():
+                torch._foreach_copy_(self._landing.own, list(shards))
+        finally:
+            torch.cuda.set_stream(current)
         self.collectives.send(slot, stream.cuda_stream, versions)
         completion = self.streams.completion
-        completion.wait_stream(stream)
+        cuda.order(stream.cuda_stream, completion.cuda_stream)
         self.collectives.complete(completion.cuda_stream)
-        self._readable = completion.record_event()
+        self._readable_event.record(completion)
+        self._readable = False
         self.collectives.all_gathers.seconds += time.perf_counter() - start
 
-    def reuse(self, group: Any) -> None:
+    def reuse(self) -> None:
         """Use the landing as it is: compute has waited for it before."""
         self._slot = self.collectives.occupy()
         self.collectives.reuse(self._slot)
-        self._readable = None
+        self._readable = True
 
-    def wait(self, group: Any) -> None:
+    def wait(self) -> None:
         """Make the current stream wait until all shards are in the landing."""
-        if self._readable is not None:
-            torch.cuda.current_stream().wait_event(self._readable)
+        if not self._readable:
+            torch.cuda.current_stream(self.streams.device).wait_event(self._readable_event)
 
-    def vacate(self, group: Any) -> None:
+    def vacate(self) -> None:
         """Give the landing up once the current stream is through with it."""
         assert self._slot is not None
-        event = torch.cuda.current_stream().record_event()
-        self._vacated[self._slot.index] = event
-        self.streams.readiness.wait_event(event)
-        self.collectives.vacate(self.streams.readiness.cuda_stream)
+        current, readiness = torch.cuda.current_stream(self.streams.device), self.streams.readiness
+        event = self.streams.vacated.get(self._slot.index)
+        if event is None:
+            event = self.streams.vacated[self._slot.index] = torch.cuda.Event()
+        if self._landing.poison is None:
+            event.record(current)
+            readiness.wait_event(event)
+        else:
+            cuda.order(current.cuda_stream, readiness.cuda_stream)
+            with torch.cuda.stream(readiness):
+                self._landing.poison.fill_(0xFF)
+            event.record(readiness)
+            self.collectives.forget()
+        self.collectives.vacate(readiness.cuda_stream)
         self._slot = None
+
+    def keep_gradients(self, params: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Copy gradients of ``params`` into the landing, on the current stream; returns where they are then.
+
+        Gradients whose element type is not the parameters' stay where they are.
+        """
+        rooms = self._landing.gradients
+        assert rooms is not None
+        kept = [rooms[p][: g.numel()].view(g.shape) for p, g in zip(params, gradients, strict=True)]
+        if any(k.dtype != g.dtype for k, g in zip(kept, gradients, strict=True)):
+            return gradients
+        self.collectives.forget()
+        with torch.no_grad():
+            torch._foreach_copy_(kept, list(gradients))
+        return kept
 
     def reduce_scatter(
         self, params: tuple[int, ...], gradients: Sequence[torch.Tensor], output: torch.Tensor, divisor: float
     ) -> None:
         """Enqueue the reduction into ``output`` on the current stream (FSDP2's reduce-scatter stream)."""
         start = time.perf_counter()
-        current, push = torch.cuda.current_stream(), self.streams.push
-        push.wait_stream(current)
+        current, push = torch.cuda.current_stream(self.streams.device).cuda_stream, self.streams.push.cuda_stream
+        cuda.order(current, push)
         self.collectives.reduce_scatter(
             params,
             REDUCIBLE[gradients[0].dtype],
@@ -109,7 +162,7 @@ class CudaPath:
             [g.data_ptr() for g in gradients],
             output.data_ptr(),
             divisor,
-            (push.cuda_stream, current.cuda_stream),
+            (push, current),
         )
-        current.wait_stream(push)  # the gradients have been read once this stream is past here
+        cuda.order(push, current)  # the gradients have been read once this stream is past here
         self.collectives.reduce_scatters.seconds += time.perf_counter() - start

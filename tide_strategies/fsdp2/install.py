@@ -35,12 +35,11 @@ _WITHOUT_EFFECT = {
     "calibration.budget_s",
     "debug.trace",
     "all_gather.multicast",
-    "reduce_scatter.mode",
     "reduce_scatter.landing_ctas",
     "reduce_scatter.round_width",
     "reduce_scatter.passes",
 }
-_WITHOUT_EFFECT_ON = {"cpu": {"reduce_scatter.sum_ctas"}, "cuda": {"debug.poison_slots"}}
+_WITHOUT_EFFECT_ON = {"cpu": {"reduce_scatter.mode", "reduce_scatter.sum_ctas"}}
 
 
 @dataclass

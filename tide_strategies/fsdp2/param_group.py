@@ -39,6 +39,14 @@ def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
 _eager_only = getattr(common, "_dynamo_disable", _unchanged)
 _without_functorch = getattr(module, "_disable_functorch_if_active", _unchanged)
 
+
+def _span(name: str, group: Any) -> contextlib.AbstractContextManager[Any]:
+    """A span in a profile; nothing where none is being made, since a span costs the host several microseconds."""
+    if getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
+        return torch.profiler.record_function(f"{name} ({group._module_fqn})")
+    return contextlib.nullcontext()
+
+
 _post_backward = _eager_only(rebind(FSDPParamGroup.post_backward, foreach_reduce=dispatch))
 
 
@@ -54,6 +62,15 @@ class GroupBinding:
         #: Version counters of the unsharded parameters when they were put on the modules.
         self.unsharded: list[int] = []
         self.edit_noted = False
+        #: The landing's parameters are done with, and it is kept for the gradients until they have been reduced.
+        self.held = False
+
+    def let_go(self) -> None:
+        """Vacate a landing that was held for gradients, after what precedes on the current stream."""
+        if self.held:
+            self.held = False
+            assert self.path is not None
+            self.path.vacate()
 
 
 class TideParam(FSDPParam):
@@ -103,9 +120,9 @@ class TideParamGroup(FSDPParamGroup):
                 )
             shards.append(shard)
         versions = self._versions()
-        with torch.profiler.record_function(f"TIDE::all_gather ({self._module_fqn})"):
+        with _span("TIDE::all_gather", self):
             if self._may_reuse() and self._path.collectives.reusable(versions):
-                self._path.reuse(self)
+                self._path.reuse()
             else:
                 self._path.all_gather(self, shards, versions)
         self._all_gather_result = collectives.AllGatherResult(self._all_gather_output, None, None, [], [], [])
@@ -117,8 +134,8 @@ class TideParamGroup(FSDPParamGroup):
             return
         if self._training_state == _TrainingState.FORWARD:
             self._release_stock_neighbour()
-        with torch.profiler.record_function(f"TIDE::all_gather_wait ({self._module_fqn})"):
-            self._path.wait(self)
+        with _span("TIDE::all_gather_wait", self):
+            self._path.wait()
         for param in self.fsdp_params:
             param.init_unsharded_param()
         self._to_unsharded()
@@ -130,6 +147,7 @@ class TideParamGroup(FSDPParamGroup):
         # FSDP2 calls this for every group in every backward, used or not, so all ranks note the same.
         self._tide.accumulated |= not self.reduce_grads
         _post_backward(self, *unused)
+        self._tide.let_go()  # if there was nothing to reduce, or stock collectives did
         if self.reduce_grads:
             self._tide.accumulated = False
 
@@ -149,29 +167,36 @@ class TideParamGroup(FSDPParamGroup):
         if edited:
             self._note_edit()
         if was_unsharded:
-            self._path.vacate(self)
+            self._tide.held = self._takes_gradients()
+            if not self._tide.held:
+                self._path.vacate()
 
     @property
     def _path(self) -> Path:
         assert self._tide.path is not None
         return self._tide.path
 
+    def _takes_gradients(self) -> bool:
+        """Whether this reshard is the one between a backward and the reduction of its gradients."""
+        return self._training_state == _TrainingState.POST_BACKWARD and self.reduce_grads and self._path.keeps_gradients
+
     def _versions(self) -> tuple[int, ...] | None:
         """Numbers that change when any shard's values do; None if they cannot be known (inference tensors)."""
         versions: list[int] = []
-        for param in self.fsdp_params:
-            # An optimizer updates the DTensor, whose version counter is not that of the local shard in it.
-            for tensor in (param._sharded_param_data, param.sharded_param):
-                if tensor.is_inference():
-                    return None
-                versions.append(tensor._version)
-            versions.append(param._tide_generation)
+        try:
+            for param in self.fsdp_params:
+                # An optimizer updates the DTensor, whose version counter is not that of the local shard in it.
+                versions += (param._sharded_param_data._version, param.sharded_param._version, param._tide_generation)
+        except RuntimeError:  # inference tensors have no version counter
+            return None
         return tuple(versions)
 
     def _unsharded_versions(self) -> list[int]:
         """Numbers that change when an unsharded parameter is edited in place."""
-        tensors = (param._unsharded_param for param in self.fsdp_params)
-        return [-1 if t.is_inference() else t._version for t in tensors]
+        try:
+            return [param._unsharded_param._version for param in self.fsdp_params]
+        except RuntimeError:  # inference tensors have no version counter
+            return []
 
     def _note_edit(self) -> None:
         """An edited landing no longer holds what the shards would be gathered to."""
@@ -195,8 +220,8 @@ class TideParamGroup(FSDPParamGroup):
 
     def _drop_pending(self) -> None:
         if self._all_gather_result is not None:
-            self._path.wait(self)
-            self._path.vacate(self)
+            self._path.wait()
+            self._path.vacate()
             self._all_gather_result = None
 
     def _release_stock_neighbour(self) -> None:

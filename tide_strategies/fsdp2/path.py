@@ -30,23 +30,33 @@ class Collectives(Protocol):
 
 
 class Path(Protocol):
-    """One group's communication. The order of use is all_gather or reuse, wait, vacate."""
+    """One group's communication. The order of use is all_gather or reuse, wait, vacate.
+
+    Where it keeps gradients, a landing is vacated only after the reduction that reads them from there.
+    """
 
     @property
     def collectives(self) -> Collectives:
         """The group's collectives."""
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether :meth:`keep_gradients` is to be called before the landing is vacated (Slot-Reuse)."""
+
     def all_gather(self, group: Any, shards: Sequence[torch.Tensor], versions: tuple[int, ...] | None) -> None:
         """Start to gather the shards into the landing."""
 
-    def reuse(self, group: Any) -> None:
+    def reuse(self) -> None:
         """Use the landing as it is."""
 
-    def wait(self, group: Any) -> None:
+    def wait(self) -> None:
         """Make what follows (on the current stream) see all shards."""
 
-    def vacate(self, group: Any) -> None:
+    def vacate(self) -> None:
         """Give the landing up after what precedes (on the current stream)."""
+
+    def keep_gradients(self, params: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Move the gradients of ``params`` into the landing, whose parameters are done with, and say where they are."""
 
     def reduce_scatter(
         self, params: tuple[int, ...], gradients: Sequence[torch.Tensor], output: torch.Tensor, divisor: float

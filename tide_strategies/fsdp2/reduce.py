@@ -13,7 +13,7 @@ import inspect
 import time
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -66,11 +66,14 @@ def dispatch(*args: Any, **kwargs: Any) -> Any:
         group.reduce_scatters.stock_calls += 1
         group.reduce_scatters.stock_reason = f"{verdict.code} {verdict.reason}"
         return _stock(group.reduce_scatters, args, kwargs)
+    which = tuple(p._tide_index for p in params)
+    if group.held:
+        direct = list(group.path.keep_gradients(which, direct))
+        # Torch's own list: with it goes the last reference to the gradients where autograd left them.
+        gradients.clear()
+        arguments["unsharded_grads"] = list(direct)
     arguments["reduce_scatter_comm"] = DirectReduceScatter(
-        group.path,
-        tuple(p._tide_index for p in params),
-        [g.contiguous() for g in direct],
-        arguments["gradient_divide_factor"],
+        group, which, [g.contiguous() for g in direct], arguments["gradient_divide_factor"]
     )
     return _foreach_reduce_unpacked(**arguments)
 
@@ -96,6 +99,15 @@ def _call_verdict(gradients: list[torch.Tensor], reduce_dtype: torch.dtype | Non
     return None
 
 
+class Binding(Protocol):
+    """What a collective needs of its group's binding (``param_group.GroupBinding``)."""
+
+    path: Path | None
+
+    def let_go(self) -> None:
+        """Vacate a landing that was held for gradients."""
+
+
 class DirectReduceScatter:
     """FSDP2's ``ReduceScatter`` protocol for one call: takes the gradients as they are, writes the packed shard.
 
@@ -105,12 +117,12 @@ class DirectReduceScatter:
 
     def __init__(
         self,
-        path: Path,
+        binding: Binding,
         params: tuple[int, ...],
         gradients: list[torch.Tensor],
         divide_factor: float | None,
     ) -> None:
-        self._path, self._params, self._gradients = path, params, gradients
+        self._binding, self._params, self._gradients = binding, params, gradients
         self._divide_factor = divide_factor
         self._input: torch.Tensor | None = None
 
@@ -137,7 +149,9 @@ class DirectReduceScatter:
         else:
             assert self._divide_factor is not None
             divisor = float(self._divide_factor)
-        self._path.reduce_scatter(self._params, self._gradients, output_tensor, divisor)
+        assert self._binding.path is not None
+        self._binding.path.reduce_scatter(self._params, self._gradients, output_tensor, divisor)
+        self._binding.let_go()
         # On a GPU they have only been enqueued by now. Torch keeps the input until the stream is past the collective.
         assert self._input is not None
         self._input._tide_gradients = self._gradients  # type: ignore[attr-defined]

@@ -11,8 +11,8 @@ from tide_strategies._native import cuda
 #: Waits for peers block a hardware queue. With too few, a stream that should send what a peer waits for could share the
 #: queue of one that waits; CUDA's own default is 8.
 _MIN_CONNECTIONS = 32
-#: CUDA 12.8, as the driver writes it: batched copies.
-_MIN_DRIVER = 12080
+#: CUDA 12.0, as the driver writes it: stream memory operations of this kind.
+_MIN_DRIVER = 12000
 
 
 @functools.cache

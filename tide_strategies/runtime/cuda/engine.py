@@ -117,6 +117,7 @@ class CudaCollective:
 
     def __init__(self, engine: CudaEngine, encoded: Encoded, label: str) -> None:
         self._engine, self._encoded, self.label = engine, encoded, label
+        self._counters: dict[int, list[int]] = {}
 
     @property
     def program(self) -> cuda.Program:
@@ -143,7 +144,9 @@ class CudaCollective:
         """
         engine = self._engine
         engine.watchdog.check()
-        counters = [engine.book.counter(c, slot) for c in self._encoded.counters]
+        counters = self._counters.get(slot)
+        if counters is None:
+            counters = self._counters[slot] = [engine.book.counter(c, slot) for c in self._encoded.counters]
         return self._encoded.program.begin(engine.control, [*inputs, *others], counters, tag, divisor)
 
     def enqueue(self, call: cuda.Call, stream: str, cuda_stream: int) -> None:

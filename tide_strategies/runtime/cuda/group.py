@@ -6,6 +6,7 @@ is occupy, send, complete, vacate, and round again; or occupy, reuse, complete, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,17 +15,42 @@ from tide_strategies._native import cuda
 from tide_strategies.collectives.all_gather import all_gather, reuse
 from tide_strategies.collectives.reduce_scatter import reduce_scatter
 from tide_strategies.collectives.schedule import Item
-from tide_strategies.layout import GroupLayout
+from tide_strategies.layout import GroupLayout, align
 from tide_strategies.runtime.cuda.engine import CudaCollective, CudaEngine, DeviceSlot
 from tide_strategies.runtime.group import LandingGroup
 from tide_strategies.runtime.slots import SlotRing
 
-#: Bytes of one contribution staged at a time: about ten microseconds of an NVLink copy, which hides the signal that
-#: follows it, and few enough that the sum of one chunk runs while the next is on its way.
-AUTO_CHUNK_BYTES = 4 * 1024 * 1024
+_MIB = 1024 * 1024
+#: About ten microseconds of an NVLink copy, which hides the signal that follows it.
+_SMALLEST_CHUNK = 4 * _MIB
+#: Beyond this, larger chunks only make staging larger.
+_LARGEST_CHUNK = 32 * _MIB
+#: Chunks of the largest reduction: few, since each costs the host four calls, but enough that the sum of the last one,
+#: which nothing hides, is short.
+_CHUNKS = 8
 
-#: Thread blocks of the sum: enough to keep up with one NVLink, few enough to leave the other SMs to the model.
-AUTO_SUM_CTAS = 16
+#: What copy engines push over NVLink to one peer, and what one thread block of the sum reads and writes, by the number of
+#: staged contributions: GB/s, as measured on an H200.
+_LINK_GBPS = 395
+_CTA_GBPS = {1: 60, 3: 68}
+_CTA_GBPS_MORE = 70
+
+
+def auto_chunk_bytes(largest_slice: int) -> int:
+    """Bytes of one contribution to stage at a time, where the largest one has ``largest_slice`` bytes."""
+    return max(_SMALLEST_CHUNK, min(_LARGEST_CHUNK, align(-(-largest_slice // _CHUNKS), _MIB)))
+
+
+def auto_sum_ctas(ranks: int) -> int:
+    """Thread blocks with which a sum of bf16 into fp32 keeps up with what ``ranks - 1`` peers push.
+
+    Of each output element, all peers' contributions come over the link (2 bytes each), are read, with the own one, and
+    4 bytes are written: with few peers the sum moves much more memory than the link does.
+    """
+    staged = max(ranks - 1, 1)
+    moved_for_one_received = (2 * staged + 2 + 4) / (2 * staged)
+    blocks = _LINK_GBPS * moved_for_one_received / _CTA_GBPS.get(staged, _CTA_GBPS_MORE)
+    return align(math.ceil(blocks), 4)
 
 
 class SumKernel(Protocol):
@@ -76,6 +102,7 @@ class CudaGroup(LandingGroup):
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
         self._reductions: dict[tuple[tuple[int, ...], Item, Item, bool], _Reduction] = {}
         self._running: tuple[CudaCollective, cuda.Call] | None = None
+        self._sends: dict[int, tuple[int, list[int]]] = {}
 
     def occupy(self) -> DeviceSlot:
         """Back the landing with a slot. The caller waits until its own streams are through with that slot."""
@@ -85,8 +112,11 @@ class CudaGroup(LandingGroup):
 
     def send(self, slot: DeviceSlot, stream: int, versions: tuple[int, ...] | None = None) -> None:
         """Enqueue the copies of the own shards, already in the own landing on ``stream``, to every peer's."""
-        tag = self._engine.book.tag(f"{self._all_gather.label} into slot {slot.index}")
-        others = self._all_gather.addresses(landing=slot.addresses)
+        send = self._sends.get(slot.index)
+        if send is None:  # a slot's addresses stay what they are
+            tag = self._engine.book.tag(f"{self._all_gather.label} into slot {slot.index}")
+            send = self._sends[slot.index] = tag, self._all_gather.addresses(landing=slot.addresses)
+        tag, others = send
         call = self._all_gather.begin(self._no_shards, others, tag, slot.index)
         self._running, self._versions = (self._all_gather, call), versions
         self._all_gather.enqueue(call, "copy", stream)
