@@ -29,8 +29,8 @@ _LARGEST_CHUNK = 32 * _MIB
 #: which nothing hides, is short.
 _CHUNKS = 8
 
-#: What copy engines push over NVLink to one peer, and what one thread block of the sum reads and writes, by the number of
-#: staged contributions: GB/s, as measured on an H200.
+#: GB/s on an H200: what copy engines push over NVLink to one peer, and what one thread block of the sum reads and
+#: writes, by the number of staged contributions.
 _LINK_GBPS = 395
 _CTA_GBPS = {1: 60, 3: 68}
 _CTA_GBPS_MORE = 70
