@@ -12,13 +12,13 @@ from tide_strategies.cli.bench_rows import Column, grouped_bars
 
 ABOUT = """\
 Each row is a kernel (the victim) that runs again and again on one stream while every rank runs a collective in a loop
-on another (paper, sections 2.2 to 2.4 and Table 4). The GEMM of one wave has a tile for every SM; "CTAs" are the thread
-blocks that its kernel really had, "waves" those by the number of SMs. "alone" and "beside" are milliseconds of one call
-of the victim: mean over a row of calls, median over the repeats, slowest rank; samples with and without collectives
-take turns. "slowdown" is the one in percent over the other. "collective" is the collective's own time, alone, and "covered"
-the share of samples in which it ran until after the victim's end: below 100 the slowdown is an underestimate. The
-SM-id probe fills every SM with thread blocks that note where and when they ran: "SMs" is how many had a thread block
-kept out by a collective in at least a tenth of the launches, "displaced" in how many launches there was one.
+on another (paper, sections 2.2 to 2.4 and Table 4). The one-wave GEMM has a tile for every SM; "CTAs" are the thread
+blocks that the victim's kernel really had, "waves" those by the number of SMs. "alone" and "beside" are milliseconds
+of one call of the victim: mean over a row of calls, median over the repeats, slowest rank; samples with and without
+collectives take turns. "slowdown" is how much longer, in percent. "collective" is the collective's own time, alone,
+and "covered" the share of samples in which it ran until after the victim's end: below 100 the slowdown is an
+underestimate. The SM-id probe fills every SM with thread blocks that note where and when they began: "SMs" is how many
+had a thread block kept out in at least a tenth of the launches, "displaced" in how many launches there was one.
 """
 
 COLUMNS = [

@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ class _Session:
         for process in self._processes:
             process.start()
 
-    def rows(self, index: int) -> Iterator[Row]:
+    def rows(self, index: int) -> Generator[Row, None, str]:
         """Rows of one job; the generator's value is the error if it failed, else empty."""
         deadline = time.monotonic() + self._limit_s
         while self._done.get(index, 0) < self._ranks:

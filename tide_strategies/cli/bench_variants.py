@@ -144,7 +144,8 @@ def _sharded(name: str, place: Place, size: ModelSize, mesh: DeviceMesh) -> Vari
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def shard(module: nn.Module) -> nn.Module:
-        return fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy)  # in place
+        return module
 
     model = shard(_blocks(place, size, shard))
     return Variant(name, model, torch.optim.AdamW(model.parameters(), lr=_LR, fused=True))
@@ -156,7 +157,7 @@ def _symmetric_memory(place: Place, size: ModelSize) -> Variant:
         raise NotHereError("needs NCCL with one GPU per rank")
     if not hasattr(FSDPModule, "set_symm_mem_for_comm"):
         raise NotHereError(f"torch {torch.__version__} has no FSDPModule.set_symm_mem_for_comm (2.13 and newer have)")
-    nccl = dist.ProcessGroupNCCL
+    nccl: Any = dist.ProcessGroupNCCL
     if not hasattr(nccl, "NCCL_CTA_POLICY_ZERO"):
         raise NotHereError("this torch's NCCL has no NCCL_CTA_POLICY_ZERO, so its all-gather would run on SMs")
     settings = nccl.Options()
