@@ -31,6 +31,15 @@ class Noise:
     ms: float
 
 
+@dataclass(frozen=True)
+class Sample:
+    """Milliseconds of a call of the victim, of the noise meanwhile, and whether the noise outlasted the victims."""
+
+    victim_ms: float
+    noise_ms: float
+    outlasted: bool
+
+
 class Streams:
     """One stream for the victim, one for the collectives."""
 
@@ -65,29 +74,28 @@ def victim_rows(
         activity = kernel_activity(place, chosen.call)
     assert alone_ms is not None
     beside, pairs = noises(place, streams.noise, collectives)
-    torch.cuda.synchronize()
-    samples: dict[str, list[float]] = {"": [], **{n.name: [] for n in beside}}
-    covered: dict[str, list[float]] = {n.name: [] for n in beside}
+    samples: dict[str, list[Sample]] = {"": [], **{n.name: [] for n in beside}}
     for repeat in range(-1, repeats):
         for noise in (None, *beside):
-            ms, outlasted = _sample(streams, chosen.call, alone_ms, noise)
+            sample = _sample(streams, chosen.call, alone_ms, noise)
             if repeat >= 0:
-                samples[noise.name if noise else ""].append(ms)
-                if noise is not None:
-                    covered[noise.name].append(float(not outlasted))
-    medians = {key: _median_of_slowest(values) for key, values in samples.items()}
+                samples[noise.name if noise else ""].append(sample)
+    quiet = _median_of_slowest([s.victim_ms for s in samples[""]])
     for noise in beside:
-        missed = slowest_rank(torch.tensor(covered[noise.name], dtype=torch.float64)).mean().item()
+        own = samples[noise.name]
+        busy = _median_of_slowest([s.victim_ms for s in own])
+        missed = slowest_rank(torch.tensor([float(not s.outlasted) for s in own], dtype=torch.float64))
         yield {
             "victim": name,
             "beside": noise.name,
             "ranks": place.ranks,
             "shape": chosen.words,
-            "alone_ms": medians[""],
-            "beside_ms": medians[noise.name],
-            "slowdown_percent": 100 * (medians[noise.name] / medians[""] - 1),
+            "alone_ms": quiet,
+            "beside_ms": busy,
+            "slowdown_percent": 100 * (busy / quiet - 1),
             "collective_ms": noise.ms,
-            "covered_percent": 100 * (1 - missed),
+            "collective_beside_ms": _median_of_slowest([s.noise_ms for s in own]),
+            "covered_percent": 100 * (1 - missed.mean().item()),
             "notes": pairs[0].notes,
             **_waves(activity, place),
         }
@@ -95,9 +103,34 @@ def victim_rows(
         made.close()
 
 
-def _sample(streams: Streams, call: Callable[[], None], call_ms: float, noise: Noise | None) -> tuple[float, bool]:
-    """Milliseconds of a call of the victim, and whether the noise outlasted the victims."""
-    begin, end, quiet = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+def _sample(streams: Streams, call: Callable[[], None], call_ms: float, noise: Noise | None) -> Sample:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def victims() -> None:
+        call()
+        begin.record()
+        for _ in range(_CALLS):
+            call()
+        end.record()
+
+    rounds = run_beside(streams, victims, (_CALLS + 1) * call_ms, noise)
+    ends = [begin.elapsed_time(event) for event in rounds]
+    lasted = begin.elapsed_time(end)
+    within = sum(0 <= t <= lasted for t in ends)
+    return Sample(lasted / _CALLS, lasted / max(within, 1), bool(ends) and ends[-1] >= lasted)
+
+
+def run_beside(
+    streams: Streams, victims: Callable[[], None], victims_ms: float, noise: Noise | None
+) -> list[torch.cuda.Event]:
+    """Enqueue ``victims`` on their stream and the noise on its own, and wait for both. Collective.
+
+    Victims come first, behind a gate, so that a host held up by a full queue of noise never holds them up. How many
+    calls of the noise follow depends on times on which the ranks agree: all ranks make the same.
+
+    Returns:
+        An event at the end of each call of the noise.
+    """
     torch.cuda.synchronize()
     meet()
     with torch.cuda.stream(streams.noise):
@@ -105,21 +138,18 @@ def _sample(streams: Streams, call: Callable[[], None], call_ms: float, noise: N
         if noise is not None:
             noise.call()  # the ranks meet on their devices
     streams.victim.wait_stream(streams.noise)
-    # The numbers of calls follow from times on which the ranks agree: all ranks make the same calls.
-    made = 0
-    for i in range(-1, _CALLS):
-        while noise is not None and made * noise.ms < (i + 2) * call_ms * _MARGIN:
-            with torch.cuda.stream(streams.noise):
+    with torch.cuda.stream(streams.victim):
+        victims()
+    rounds = []
+    if noise is not None:
+        with torch.cuda.stream(streams.noise):
+            for _ in range(1 + int(_MARGIN * victims_ms / noise.ms)):
                 noise.call()
-            made += 1
-        with torch.cuda.stream(streams.victim):
-            if i == 0:
-                begin.record()
-            call()
-    end.record(streams.victim)
-    quiet.record(streams.noise)
+                event = torch.cuda.Event(enable_timing=True)
+                event.record()
+                rounds.append(event)
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / _CALLS, end.elapsed_time(quiet) >= 0
+    return rounds
 
 
 def _median_of_slowest(samples: list[float]) -> float:

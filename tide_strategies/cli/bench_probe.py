@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from tide_strategies.cli.bench_interference_work import Noise, Streams, noises
-from tide_strategies.cli.bench_ranks import Place, Row, meet
-from tide_strategies.cli.bench_timing import HEAD_START_CYCLES
+from tide_strategies.cli.bench_interference_work import Noise, Streams, noises, run_beside
+from tide_strategies.cli.bench_ranks import Place, Row
 
 _PER_SM = 2
 _WARPS = 32
@@ -70,20 +69,10 @@ def _launch(place: Place, streams: Streams, noise: Noise | None, sms: int, launc
 
     blocks = _PER_SM * sms
     out = torch.zeros(launches, blocks, 2, dtype=torch.int64, device=place.device)
-    torch.cuda.synchronize()
-    meet()
-    with torch.cuda.stream(streams.noise):
-        torch.cuda._sleep(HEAD_START_CYCLES)
-        if noise is not None:
-            noise.call()
-    streams.victim.wait_stream(streams.noise)
-    made, launch_ms = 0, 2 * _SPIN_NS / 1e6
-    for i in range(launches):
-        while noise is not None and made * noise.ms < (i + 2) * launch_ms:
-            with torch.cuda.stream(streams.noise):
-                noise.call()
-            made += 1
-        with torch.cuda.stream(streams.victim):
-            note_sm[(blocks,)](out[i], _SPIN_NS, num_warps=_WARPS)
-    torch.cuda.synchronize()
+
+    def probes() -> None:
+        for record in out:
+            note_sm[(blocks,)](record, _SPIN_NS, num_warps=_WARPS)
+
+    run_beside(streams, probes, launches * _SPIN_NS / 1e6, noise)
     return out.cpu()

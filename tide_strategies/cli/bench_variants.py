@@ -103,13 +103,14 @@ def build(name: str, place: Place, size: ModelSize, options: dict[str, Any]) -> 
 
 def dispose(variants: list[Variant], place: Place) -> None:
     """Let go of variants and their memory. Collective."""
+    if place.on_gpu:
+        torch.cuda.synchronize()
     for variant in variants:
         if variant.handle is not None:
             variant.handle.close()
     variants.clear()
     gc.collect()
     if place.on_gpu:
-        torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
@@ -157,7 +158,7 @@ def _symmetric_memory(place: Place, size: ModelSize) -> Variant:
         raise NotHereError("needs NCCL with one GPU per rank")
     if not hasattr(FSDPModule, "set_symm_mem_for_comm"):
         raise NotHereError(f"torch {torch.__version__} has no FSDPModule.set_symm_mem_for_comm (2.13 and newer have)")
-    nccl: Any = dist.ProcessGroupNCCL
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
     if not hasattr(nccl, "NCCL_CTA_POLICY_ZERO"):
         raise NotHereError("this torch's NCCL has no NCCL_CTA_POLICY_ZERO, so its all-gather would run on SMs")
     settings = nccl.Options()
