@@ -15,10 +15,11 @@ Each row is a kernel (the victim) that runs again and again on one stream while 
 on another (paper, sections 2.2 to 2.4 and Table 4). The one-wave GEMM has a tile for every SM; "CTAs" are the thread
 blocks that the victim's kernel really had, "waves" those by the number of SMs. "alone" and "beside" are milliseconds
 of one call of the victim: mean over a row of calls, median over the repeats, slowest rank; samples with and without
-collectives take turns. "slowdown" is how much longer, in percent. "collective" is the collective's own time, alone,
-the next column its time beside the victim, and "covered" the share of samples in which it ran until after the victim's end: below 100 the slowdown is an
-underestimate. The SM-id probe fills every SM with thread blocks that note where and when they began: "SMs" is how many
-had a thread block kept out in at least a tenth of the launches, "displaced" in how many launches there was one.
+collectives take turns. "slowdown" is how much longer, in percent. "coll." is the collective's own time, alone and
+beside the victim, and "covered" the share of samples in which it ran until after the victim's end: below 100 the
+slowdown is an underestimate. The SM-id probe fills every SM with thread blocks that note where and when they began:
+"SMs" is how many had a thread block kept out in at least a tenth of the launches, "displaced" in how many launches
+there was one.
 """
 
 COLUMNS = [
@@ -31,8 +32,8 @@ COLUMNS = [
     Column("alone_ms", "alone ms", ".4f"),
     Column("beside_ms", "beside ms", ".4f"),
     Column("slowdown_percent", "slowdown %", ".1f"),
-    Column("collective_ms", "collective ms", ".3f"),
-    Column("collective_beside_ms", "beside ms", ".3f"),
+    Column("collective_ms", "coll. ms", ".3f"),
+    Column("collective_beside_ms", "coll. beside", ".3f"),
     Column("covered_percent", "covered %", ".0f"),
     Column("sms", "SMs"),
     Column("displaced_percent", "displaced %", ".0f"),

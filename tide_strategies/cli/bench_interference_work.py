@@ -33,7 +33,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Sample:
-    """Milliseconds of a call of the victim, of the noise meanwhile, and whether the noise outlasted the victims."""
+    """Milliseconds of a call of the victim, of the noise meanwhile (0: none ended), and whether that outlasted it."""
 
     victim_ms: float
     noise_ms: float
@@ -94,7 +94,7 @@ def victim_rows(
             "beside_ms": busy,
             "slowdown_percent": 100 * (busy / quiet - 1),
             "collective_ms": noise.ms,
-            "collective_beside_ms": _median_of_slowest([s.noise_ms for s in own]),
+            "collective_beside_ms": _median_of_slowest([s.noise_ms for s in own]) or None,
             "covered_percent": 100 * (1 - missed.mean().item()),
             "notes": pairs[0].notes,
             **_waves(activity, place),
@@ -117,7 +117,7 @@ def _sample(streams: Streams, call: Callable[[], None], call_ms: float, noise: N
     ends = [begin.elapsed_time(event) for event in rounds]
     lasted = begin.elapsed_time(end)
     within = sum(0 <= t <= lasted for t in ends)
-    return Sample(lasted / _CALLS, lasted / max(within, 1), bool(ends) and ends[-1] >= lasted)
+    return Sample(lasted / _CALLS, lasted / within if within else 0.0, bool(ends) and ends[-1] >= lasted)
 
 
 def run_beside(

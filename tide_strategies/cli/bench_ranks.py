@@ -5,6 +5,7 @@ A job that raises, hangs or kills its process ends the processes of the session;
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import faulthandler
@@ -28,8 +29,10 @@ from tide_strategies.runtime.teardown import orderly_teardown
 #: Hardware queues that the GPU path asks for; read when CUDA starts in a process.
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _QUEUES = 32
-_GRACE_S = 3.0  # for the other ranks' own words after one has failed
+_GRACE_S = 3.0
 _LEAVE_S = 40.0
+#: To start processes and to bring up process groups, however short the limit of a job is.
+_START_S = 120.0
 
 Row = dict[str, Any]
 
@@ -113,7 +116,9 @@ class _Session:
         self._folder = tempfile.TemporaryDirectory()
         self._limit_s, self._ranks, self._jobs = limit_s, ranks, len(jobs)
         self._done: dict[int, int] = {}
-        self._errors: list[str] = []
+        self._errors: list[tuple[int, str]] = []
+        self._rows: collections.deque[Row] = collections.deque()
+        self._begun = False
         if device == "cuda":
             connections = os.environ.get(MAX_CONNECTIONS, "")
             if not connections.isdecimal() or int(connections) < _QUEUES:
@@ -128,21 +133,22 @@ class _Session:
 
     def rows(self, index: int) -> Generator[Row, None, str]:
         """Rows of one job; the generator's value is the error if it failed, else empty."""
-        deadline = time.monotonic() + self._limit_s
-        while self._done.get(index, 0) < self._ranks:
-            if self._errors:
-                self._collect_more_errors()
-                return "\n".join(self._errors)
-            event = self._next(0.2)
-            if event is not None:
-                deadline = time.monotonic() + self._limit_s
-                if event[0] == "row":
-                    yield event[2]
-            elif time.monotonic() > deadline:
-                return f"no progress within {self._limit_s:g} s; the processes were stopped"
-            else:
-                self._look_for_the_dead()
-        return ""
+        deadline = time.monotonic() + (self._limit_s if self._begun else _START_S)
+        while True:
+            if self._listen(0.2):
+                self._begun, deadline = True, time.monotonic() + self._limit_s
+            while self._rows:
+                yield self._rows.popleft()
+            if any(at <= index for at, _ in self._errors):
+                self._listen_for(_GRACE_S)  # the other ranks' own words
+                yield from self._rows
+                return "\n".join(words for _, words in self._errors)
+            if self._done.get(index, 0) == self._ranks:
+                return ""
+            if time.monotonic() > deadline:
+                bound = self._limit_s if self._begun else _START_S
+                return f"no progress within {bound:g} s; the processes were stopped"
+            self._look_for_the_dead(index)
 
     def end(self) -> None:
         """Let processes that are through leave, and stop the others."""
@@ -155,29 +161,31 @@ class _Session:
                 process.join()
         self._folder.cleanup()
 
-    def _next(self, wait_s: float) -> Any:
+    def _listen(self, wait_s: float) -> bool:
+        """Take in one word from a rank; False if none came in time."""
         try:
-            event = self._out.get(timeout=wait_s)
+            kind, index, what = self._out.get(timeout=wait_s)
         except queue.Empty:
-            return None
-        kind, index, what = event
-        if kind == "done":
+            return False
+        if kind == "row":
+            self._rows.append(what)
+        elif kind == "done":
             self._done[index] = self._done.get(index, 0) + 1
         elif kind == "error":
-            self._errors.append(what)
-        return event
+            self._errors.append((index, what))
+        return True
 
-    def _collect_more_errors(self) -> None:
-        end = time.monotonic() + _GRACE_S
+    def _listen_for(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
         while time.monotonic() < end and len(self._errors) < self._ranks:
-            self._next(0.2)
+            self._listen(0.2)
 
-    def _look_for_the_dead(self) -> None:
+    def _look_for_the_dead(self, index: int) -> None:
         for rank, process in enumerate(self._processes):
             if process.exitcode not in (None, 0) and not self._errors:
-                self._next(0.5)  # its last words may be on their way
+                self._listen_for(0.5)  # its last words may be on their way
                 if not self._errors:
-                    self._errors.append(f"rank {rank} ended with exit code {process.exitcode}")
+                    self._errors.append((index, f"rank {rank} ended with exit code {process.exitcode}"))
 
 
 def _rank(rank: int, ranks: int, device: str, store: str, jobs: list[Job], limit_s: float, out: Any) -> None:
@@ -186,6 +194,7 @@ def _rank(rank: int, ranks: int, device: str, store: str, jobs: list[Job], limit
     try:
         place = _place(rank, ranks, device, store, limit_s)
         for index, job in enumerate(jobs):
+            out.put(("begin", index, None))
             faulthandler.dump_traceback_later(0.9 * limit_s, exit=False)
             for row in job.function(place, **job.arguments):
                 faulthandler.dump_traceback_later(0.9 * limit_s, exit=False)
@@ -217,6 +226,6 @@ def _place(rank: int, ranks: int, device: str, store: str, limit_s: float) -> Pl
         init_method=f"file://{store}",
         rank=rank,
         world_size=ranks,
-        timeout=datetime.timedelta(seconds=limit_s),
+        timeout=datetime.timedelta(seconds=max(limit_s, _START_S)),
     )
     return Place(rank, ranks, where, shares_card)
