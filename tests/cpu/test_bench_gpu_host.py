@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -65,6 +66,13 @@ def _measure(rank, world, arg):
             )
         ),
     }
+    from tide_strategies.cli.bench_variants import IN_PLACE, ModelSize, build, dispose
+
+    held = [build(IN_PLACE, Place(rank, world, torch.device("cpu")), ModelSize(32, 64, 1), {})]
+    held[0].forward_backward(torch.randn(1, 4, 32).bfloat16())
+    model = weakref.ref(held[0].model)
+    dispose(held, place)
+    found["model is gone"] = model() is None
     return {"rows": found, "calls": len(cuda_stand_in.CudaGroup.log), "last": cuda_stand_in.CudaGroup.log[-8:]}
 
 
@@ -76,6 +84,11 @@ def ranks():
 def test_all_ranks_make_the_same_calls(ranks):
     assert ranks[0]["calls"] == ranks[1]["calls"] > 100
     assert ranks[0]["last"] == ranks[1]["last"]
+
+
+def test_what_was_measured_is_let_go(ranks):
+    assert ranks[0]["rows"]["model is gone"]
+    assert ranks[1]["rows"]["model is gone"]
 
 
 def test_rows_of_collectives_are_complete(ranks):

@@ -168,7 +168,8 @@ def _reduce_scatter(place: Place, shard_bytes: int, params: int, ctas: int, chun
 
     push_limit = _pushes(place, 2 * layout.output_items)
     summed = (ranks * 2 + 4) * layout.output_items // 2  # a copy reads and writes each byte
-    source, target = (torch.empty(summed, dtype=torch.uint8, device=device) for _ in range(2))
+    source = torch.randint(256, (summed,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
 
     def limit() -> None:
         push_limit()

@@ -220,7 +220,7 @@ def _place(rank: int, ranks: int, device: str, store: str, limit_s: float) -> Pl
         where, shares_card = torch.device("cuda", rank % gpus), ranks > gpus
         torch.cuda.set_device(where)
         torch.zeros(1, device=where)  # a context of its own, before anything asks for one
-        backend = "gloo" if shares_card else "cpu:gloo,cuda:nccl"
+        backend = "cpu:gloo,cuda:gloo" if shares_card else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend,
         init_method=f"file://{store}",

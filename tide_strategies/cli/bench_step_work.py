@@ -91,9 +91,9 @@ class StepWork:
     def memory(self, tokens: Sequence[int]) -> dict[int, dict[str, Row]]:
         """For each number of tokens (ascending): memory and loss of each variant, alone on the device."""
         names = list(self._variants)
-        dispose_all = list(self._variants.values())
+        held = list(self._variants.values())
         self._variants.clear()
-        dispose(dispose_all, self.place)
+        dispose(held, self.place)
         found: dict[int, dict[str, Row]] = {count: {} for count in tokens}
         for name in names:
             before = self._device_in_use()
@@ -125,8 +125,8 @@ class StepWork:
         if not failed.item():
             return variant
         self.notes.append(f"{name}: {error or 'another rank could not build it'}")
-        if variant is not None:
-            dispose([variant], self.place)
+        held, variant = [variant] if variant is not None else [], None
+        dispose(held, self.place)
         return None
 
     def _timed_steps(self, variant: Variant, x: torch.Tensor, steps: int) -> list[float]:

@@ -18,6 +18,8 @@ from tide_strategies.cli.bench_ranks import Place
 from tide_strategies.fsdp2 import apply_tide
 
 _LR = 1e-4
+#: A fallback is no measurement; and a wait that lasts is told before the job's limit ends it.
+_OPTIONS = {"strict": True, "timeout_s": 100.0}
 #: Variants in the order of the table.
 VARIANTS = ("compute only", "stock FSDP2", "FSDP2+SymmMem", "TIDE in-place", "TIDE slot-reuse")
 COMPUTE, STOCK, SYMM_MEM, IN_PLACE, SLOT_REUSE = VARIANTS
@@ -97,21 +99,24 @@ def build(name: str, place: Place, size: ModelSize, options: dict[str, Any]) -> 
         return _symmetric_memory(place, size)
     mode = "in_place" if name == IN_PLACE else "slot_reuse"
     variant = _sharded(name, place, size, _world_mesh(place))
-    variant.handle = apply_tide(variant.model, {"strict": True, **options, "reduce_scatter.mode": mode})
+    variant.handle = apply_tide(variant.model, {**_OPTIONS, **options, "reduce_scatter.mode": mode})
     return variant
 
 
 def dispose(variants: list[Variant], place: Place) -> None:
-    """Let go of variants and their memory. Collective."""
+    """Let go of variants and their memory: the list is empty afterwards. Collective."""
     if place.on_gpu:
         torch.cuda.synchronize()
-    for variant in variants:
-        if variant.handle is not None:
-            variant.handle.close()
-    variants.clear()
+    while variants:  # no name may go on holding the last one
+        _close(variants.pop())
     gc.collect()
     if place.on_gpu:
         torch.cuda.empty_cache()
+
+
+def _close(variant: Variant) -> None:
+    if variant.handle is not None:
+        variant.handle.close()
 
 
 def _world_mesh(place: Place) -> DeviceMesh:
