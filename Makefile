@@ -3,6 +3,7 @@
 #   make test                        set up, then all checks and tests
 #   make test TORCH=torch==2.12.0    the same with another torch
 #   make demo PYTHON=python3.12      the same with another Python
+# On a machine with GPUs: make test-gpu, make bench-gpu.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -28,12 +29,20 @@ STAMP_VENV := $(VENV)/.made
 STAMP_TORCH := $(VENV)/.installed-$(subst /,_,$(TORCH))
 STAMP_PACKAGE := $(VENV)/.installed-package
 
-.PHONY: help setup demo test lint bench clean distclean
+# GPU machines bring their own Python with torch and the build tools (scikit-build-core, nanobind, cmake, ninja, pytest,
+# triton): nothing is fetched, and the package goes into a folder of its own.
+PYTHON_GPU ?= python3
+GPU_PACKAGE := $(abspath build/gpu-package)
+BENCHMARKS ?= collectives step interference
+BENCH_OUTPUT := $(abspath bench_output)
+
+.PHONY: help setup demo test lint bench gpu-package test-gpu bench-gpu clean distclean
 
 help: ## Say what there is to make
 	@echo "Targets:"
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
 	@echo "Variables: TORCH=$(TORCH)  PYTHON=$(PYTHON)  VENV=$(VENV)  PYTEST_ARGS=$(PYTEST_ARGS)"
+	@echo "           PYTHON_GPU=$(PYTHON_GPU)  BENCHMARKS='$(BENCHMARKS)'"
 
 setup: $(STAMP_PACKAGE) ## Create the environment and install the package into it, editable
 
@@ -74,11 +83,30 @@ lint: setup ## Check style (ruff) and types (mypy)
 	@$(PY) -m ruff format --check --exclude '*.md' .
 	@$(PY) -m mypy
 
-bench: setup ## Measure the collectives on this machine's CPU
+bench: setup ## Measure the collectives on the CPU
 	@$(BIN)/tide bench collectives --device cpu
 
+gpu-package:
+	@echo "==> Building the package for $(PYTHON_GPU) into $(GPU_PACKAGE)"
+	@$(PYTHON_GPU) -m pip --disable-pip-version-check install --quiet --no-build-isolation --no-deps --upgrade \
+	  --target $(GPU_PACKAGE) .
+
+# Both run from the package's folder: in the repository, Python would find the sources without the native core.
+test-gpu: gpu-package ## Run the GPU tests with PYTHON_GPU, on one card or many
+	@cd $(GPU_PACKAGE) && $(PYTHON_GPU) -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -p no:cacheprovider \
+	  $(CURDIR)/tests/gpu $(PYTEST_ARGS)
+
+bench-gpu: gpu-package ## Run the benchmarks on GPUs with PYTHON_GPU; results in bench_output/
+	@mkdir -p $(BENCH_OUTPUT)
+	@cd $(GPU_PACKAGE); failed=; for name in $(BENCHMARKS); do \
+	  echo "==> tide bench $$name"; \
+	  $(PYTHON_GPU) -m tide_strategies.cli.main bench $$name --device cuda --json $(BENCH_OUTPUT)/$$name.json \
+	    --plot $(BENCH_OUTPUT)/$$name.png 2>&1 | tee $(BENCH_OUTPUT)/$$name.txt || failed="$$failed $$name"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "Failed, wholly or in part:$$failed" >&2; exit 1; fi
+
 clean: ## Remove what was built, caches and the demo's results
-	rm -rf build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist demo_output bench_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path "./.venv*" -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 distclean: clean ## Remove the environment too

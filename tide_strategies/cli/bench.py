@@ -1,93 +1,119 @@
-"""``tide bench collectives``: our all-gather and reduce-scatter beside the stock path, in one run."""
+"""``tide bench``: collectives, training steps and interference, ours beside the stock path, in one run each."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from tide_strategies.cli.bench_collectives import Row, measure
+from tide_strategies.cli.bench_ranks import Failure, Job, Row, run_jobs, usable_gpus
+from tide_strategies.cli.bench_rows import environment, header, heading, line, write_json, write_picture
+from tide_strategies.errors import TideError
 
-_ABOUT = """\
-Each row is one collective over one parameter group, measured for both paths in the same processes, in alternating
-blocks of calls. Times are medians over the repeats of the slowest rank. "stock" is what FSDP2 runs: all-gather, then
-copy-out; chunk_cat with upcast, then reduce-scatter. "limit" is the time to move the same bytes with memcpy on all
-ranks at once: for the all-gather one copy of the shard, for the reduce-scatter one copy of what a rank pushes, plus
-one pass that reads all contributions and writes the output. The shard is the bf16 shard (all-gather) or the fp32
-output (reduce-scatter, from bf16 gradients). "host" is the cost of a call beyond the copying: calls in a row on
-parameters of a few bytes, waits for the peers included.
-"""
+#: benchmark -> (module with ``add_arguments``, ``jobs``, ``columns``, ``draw`` and ``ABOUT``, one line of help).
+BENCHMARKS = {
+    "collectives": ("tide_strategies.cli.bench_collectives", "all-gather and reduce-scatter by themselves"),
+    "step": ("tide_strategies.cli.bench_step", "training steps of a Llama-style block stack"),
+    "interference": ("tide_strategies.cli.bench_interference", "how much collectives slow kernels beside them (GPU)"),
+}
+_GPU_ONLY = {"interference"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``tide bench``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _ABOUT
-    parser.add_argument("what", choices=["collectives"], help="what to measure")
-    parser.add_argument("--device", choices=["cpu"], default="cpu", help="where (default: cpu)")
-    parser.add_argument("--ranks", type=_numbers, default=[2, 4], help="rank counts, comma separated (default: 2,4)")
-    parser.add_argument(
-        "--shard-mib",
-        type=_sizes,
-        default=[1.0, 8.0, 32.0],
-        help="shard sizes in MiB, comma separated (default: 1,8,32)",
-    )
-    parser.add_argument("--params", type=_positive, default=30, help="parameters per group (default: 30)")
-    parser.add_argument("--repeats", type=_positive, default=15, help="timed calls per row (default: 15)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as JSON too")
+    which = parser.add_subparsers(dest="what", metavar="BENCHMARK", required=True)
+    for name, (module, words) in BENCHMARKS.items():
+        benchmark = importlib.import_module(module)
+        sub = which.add_parser(
+            name,
+            help=words,
+            description=words,
+            epilog=benchmark.ABOUT,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.add_argument("--device", choices=["cpu", "cuda"], help="where (default: cuda if there is a GPU)")
+        sub.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as JSON too")
+        sub.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the rows into FILE.png too")
+        sub.add_argument(
+            "--limit", type=float, default=300.0, help="seconds from one row to the next, else the job fails (300)"
+        )
+        benchmark.add_arguments(sub)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, write the JSON."""
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        print(f"tide bench: no folder {arguments.json.parent} for --json", file=sys.stderr)
-        return 2
+    """Measure, print the table, write JSON and picture. 1 if a job failed, after all the others have run.
+
+    Raises:
+        TideError: the device asked for is not there, or has no part in this benchmark.
+    """
+    for option, path in (("--json", arguments.json), ("--plot", arguments.plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            print(f"tide bench: no folder {path.parent} for {option}", file=sys.stderr)
+            return 2
+    device = _device(arguments)
+    benchmark = importlib.import_module(BENCHMARKS[arguments.what][0])
+    counts = arguments.ranks or ([2, 4] if device == "cpu" else [max(2, usable_gpus())])
+    facts = {"benchmark": arguments.what, **environment(device, counts), "command": " ".join(sys.argv)}
+    print(header(facts), flush=True)
     rows: list[Row] = []
-    print(_header(), flush=True)
-    for ranks in arguments.ranks:
-        sizes = [int(s * 2**20) for s in arguments.shard_mib]
-        for row in measure(ranks, sizes, arguments.params, arguments.repeats):
-            rows.append(row)
-            print(_line(row), flush=True)
+    failures: list[Failure] = []
+    table = benchmark.columns(device)
+    print(heading(table), flush=True)
+    for ranks in counts:
+        _measure(benchmark.jobs(arguments, device), ranks, device, arguments.limit, table, rows, failures)
+    for note in dict.fromkeys(n for row in rows for n in row.get("notes", ())):
+        print(f"Note: {note}")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
+        write_json(arguments.json, facts, rows, failures)
         print(f"rows written to {arguments.json}")
-    return 0
+    if arguments.plot is not None:
+        _draw(benchmark, arguments.plot, facts, rows)
+    if failures:
+        print(f"{len(failures)} of the jobs failed: {'; '.join(f.label for f in failures)}", file=sys.stderr)
+    return 1 if failures else 0
 
 
-def _header() -> str:
-    return (
-        f"{'collective':<15} {'ranks':>5} {'shard MiB':>9} {'params':>6} {'ours ms':>9} {'stock ms':>9} "
-        f"{'limit ms':>9} {'stock/ours':>10} {'ours/limit':>10} {'host us':>8}"
-    )
+def _device(arguments: argparse.Namespace) -> str:
+    gpus = usable_gpus()
+    device: str = arguments.device or ("cuda" if gpus else "cpu")
+    if device == "cuda" and not gpus:
+        raise TideError("--device cuda: torch finds no GPU here")
+    if device == "cpu" and arguments.what in _GPU_ONLY:
+        raise TideError(f"{arguments.what} needs a GPU: on the CPU collectives and kernels never run at once")
+    return device
 
 
-def _line(r: Row) -> str:
-    return (
-        f"{r.collective:<15} {r.ranks:>5} {r.shard_bytes / 2**20:>9.2f} {r.params:>6} {r.ours_ms:>9.3f} "
-        f"{r.stock_ms:>9.3f} {r.limit_ms:>9.3f} {r.stock_ms / r.ours_ms:>10.1f} {r.ours_ms / r.limit_ms:>10.2f} "
-        f"{r.host_us:>8.1f}"
-    )
+def _measure(
+    jobs: Sequence[Job],
+    ranks: int,
+    device: str,
+    limit_s: float,
+    table: Any,
+    rows: list[Row],
+    failures: list[Failure],
+) -> None:
+    for outcome in run_jobs(jobs, ranks, device, limit_s):
+        if isinstance(outcome, Failure):
+            failures.append(outcome)
+            print(f"{outcome.label}: FAILED, see stderr", flush=True)
+            print(
+                f"tide bench: {outcome.label} among {ranks} ranks failed:\n{outcome.error}", file=sys.stderr, flush=True
+            )
+        else:
+            rows.append(outcome)
+            print(line(table, outcome), flush=True)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
-    return value
-
-
-def _numbers(text: str) -> list[int]:
-    values = [_positive(t) for t in text.split(",")]
-    if min(values) < 2:
-        raise argparse.ArgumentTypeError(f"collectives need at least 2 ranks; got {text}")
-    return values
-
-
-def _sizes(text: str) -> list[float]:
-    values = [float(t) for t in text.split(",")]
-    if min(values) <= 0:
-        raise argparse.ArgumentTypeError(f"sizes must be positive; got {text}")
-    return values
+def _draw(benchmark: Any, path: Path, facts: dict[str, Any], rows: Sequence[Row]) -> None:
+    if not rows:
+        print("No picture: there are no rows.")
+        return
+    where = ", ".join(dict.fromkeys(facts.get("gpus", ()))) or "CPU"
+    title = f"tide bench {facts['benchmark']}: {where}, torch {facts['torch']}, {facts['date'][:10]}"
+    if write_picture(path, title, benchmark.draw, rows):
+        print(f"picture written to {path}")
+    else:
+        print("No picture: matplotlib is not installed (pip install 'tide-strategies[plots]').")

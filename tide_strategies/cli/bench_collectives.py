@@ -1,244 +1,171 @@
-"""Processes and timing behind ``tide bench collectives``."""
+"""``tide bench collectives``: our all-gather and reduce-scatter beside the stock path, in one run."""
 
 from __future__ import annotations
 
-import statistics
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import argparse
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from tide_strategies.cli.bench_options import positive, rank_counts, sizes
+from tide_strategies.cli.bench_ranks import Job, Place, Row
+from tide_strategies.cli.bench_rows import Column, grouped_bars, ratio
 
-from tide_strategies.collectives.reduce_scatter import BANKS
-from tide_strategies.collectives.schedule import Item
-from tide_strategies.errors import TideError
-from tide_strategies.layout import GroupLayout, ParamShape
-from tide_strategies.runtime.engine import Engine
-from tide_strategies.runtime.exchange import process_group_exchange
-from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, GroupCollectives
-from tide_strategies.runtime.slots import SlotRing
-from tide_strategies.runtime.teardown import orderly_teardown
-from tide_strategies.topology import Topology
+ABOUT = """\
+Each row is one collective over one parameter group, measured for both paths in the same processes, in alternating
+blocks of calls. Times are medians over the repeats of the slowest rank; data is random. "all_gather" starts from bf16
+shards, "all_gather_cast" casts them from fp32 masters first; the shard is the bf16 shard. "reduce_scatter" starts from
+per-parameter bf16 gradients; the shard is its fp32 output. "stock" is what FSDP2 runs: all-gather, then copy-out;
+chunk_cat with upcast, then reduce-scatter. "limit" moves what must move and no more: for the all-gather raw copies of
+the shard to every peer, for the reduce-scatter raw copies of what a rank pushes, plus one pass that reads all
+contributions and writes the output (CPU: memcpy; GPU: copies between the cards, in the same run). "% limit" is the
+limit's time in percent of ours. "host" is the cost to the calling thread: on a GPU the time to enqueue a call, on the
+CPU that of a call on parameters of a few bytes, waits for the peers included. On a GPU, "kernels", "us" and "CTAs" are
+the kernels of one call on rank 0's card, their time, and the thread blocks of the largest; "SM-us" is each kernel's
+time by the SMs that it can occupy.
+"""
 
-#: Seconds that one measurement of one rank count may take.
-TIMEOUT_S = 600.0
-_COLUMNS = 1024
-_BLOCKS = 3
-_HOST_CALLS = 50
-_FAILURES = (mp.ProcessExitedException, mp.ProcessRaisedException)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured collective; times in milliseconds, medians over calls of the slowest rank."""
-
-    collective: str
-    ranks: int
-    shard_bytes: int
-    params: int
-    ours_ms: float
-    stock_ms: float
-    limit_ms: float
-    host_us: float
-
-
-def measure(ranks: int, shard_bytes: list[int], params: int, repeats: int) -> Iterator[Row]:
-    """Measure both collectives for each shard size among ``ranks`` new processes.
-
-    Raises:
-        TideError: a process failed; its words are in the message.
-    """
-    context = mp.get_context("spawn")
-    out = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        work = (ranks, str(Path(folder) / "store"), shard_bytes, params, repeats, out)
-        processes = mp.spawn(_rank, work, nprocs=ranks, join=False)
-        for _ in range(2 * len(shard_bytes)):
-            yield _next(out, processes)
-        try:
-            while not processes.join(timeout=TIMEOUT_S):
-                pass
-        except _FAILURES as e:
-            raise TideError(f"a benchmark process failed: {e}") from e
+COLUMNS = [
+    Column("collective", "collective"),
+    Column("ranks", "ranks"),
+    Column("shard_mib", "shard MiB", ".2f"),
+    Column("params", "params"),
+    Column("ours_ms", "ours ms", ".3f"),
+    Column("stock_ms", "stock ms", ".3f"),
+    Column("limit_ms", "limit ms", ".3f"),
+    Column("stock_to_ours", "stock/ours", ".2f"),
+    Column("percent_of_limit", "% limit", ".1f"),
+    Column("limit_gbps", "limit GB/s", ".0f"),
+    Column("ours_host_us", "host us", ".1f"),
+    Column("stock_host_us", "stock host", ".1f"),
+]
+GPU_COLUMNS = [
+    *COLUMNS,
+    *(
+        Column(f"{who}_{key}", f"{'' if who == 'ours' else 'stock '}{title}", form)
+        for who in ("ours", "stock")
+        for key, title, form in (("kernels", "kernels", ".1f"), ("kernel_us", "us", ".0f"), ("ctas", "CTAs", "d"))
+    ),
+    Column("ours_sm_us", "SM-us", ".0f"),
+    Column("stock_sm_us", "stock SM-us", ".0f"),
+]
 
 
-def _next(out: Any, processes: Any) -> Row:
-    import queue
-
-    end = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < end:
-        try:
-            return Row(**out.get(timeout=0.5))
-        except queue.Empty:
-            try:
-                processes.join(timeout=0.0)
-            except _FAILURES as e:
-                raise TideError(f"a benchmark process failed: {e}") from e
-    for process in processes.processes:
-        process.kill()
-    raise TideError(f"no result within {TIMEOUT_S:g} s; the benchmark processes were killed")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--ranks", type=rank_counts, help="rank counts, comma separated (CPU: 2,4; GPU: one per GPU)")
+    parser.add_argument("--shard-mib", type=sizes, help="MiB of a shard, comma separated (CPU: 1,8,32; GPU: 32,128)")
+    parser.add_argument("--params", type=positive, default=30, help="parameters per group (default: 30)")
+    parser.add_argument("--repeats", type=positive, default=15, help="times per row (default: 15)")
+    parser.add_argument("--sum-ctas", type=positive, help="GPU: thread blocks of the reduce-scatter's sum")
+    parser.add_argument("--chunk-mib", type=float, help="GPU: MiB of a contribution staged at a time")
 
 
-def _rank(rank: int, ranks: int, store: str, sizes: list[int], params: int, repeats: int, out: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    try:
-        for shard_bytes in sizes:
-            for row in (_all_gather, _reduce_scatter):
-                result = row(rank, ranks, shard_bytes, params, repeats)
-                if rank == 0:
-                    out.put(result)
-        dist.barrier()
-    finally:
-        orderly_teardown()
+def columns(device: str) -> list[Column]:
+    """Columns of the table."""
+    return GPU_COLUMNS if device == "cuda" else COLUMNS
 
 
-def _shapes(items: int, ranks: int, params: int) -> tuple[ParamShape, ...]:
-    """``params`` parameters, small and large in turn, with ``items`` items of shard in all (at least one each)."""
-    columns = min(_COLUMNS, max(1, items // (4 * params)))
-    rows = max(params, items // columns)
-    small = max(1, rows // (2 * params))
-    sizes = [small if p % 2 == 0 else 3 * small for p in range(params)]
-    sizes[-1] = max(1, rows - sum(sizes[:-1]))
-    return tuple(ParamShape(ranks * n, columns, 2) for n in sizes)
-
-
-def _group(rank: int, layout: GroupLayout) -> tuple[Engine, GroupCollectives]:
-    group = dist.group.WORLD
-    assert group is not None
-    exchange = process_group_exchange(group, TIMEOUT_S, "the benchmark's set-up")
-    engine = Engine(exchange, rank, Topology(1, layout.ranks), slots=2, timeout_s=TIMEOUT_S)
-    ring = SlotRing(lambda: engine.add_slot(layout.landing_bytes, "ring"), 2)
-    engine.ensure_staging(BANKS * (layout.ranks - 1) * AUTO_CHUNK_BYTES)
-    items = [Item.RAW2] * len(layout.params)
-    return engine, GroupCollectives(engine, "bench", layout, items, ring, AUTO_CHUNK_BYTES)
-
-
-def _median_ms(repeats: int, *functions: Callable[[], None]) -> list[float]:
-    """Median over repeats of each function's slowest rank.
-
-    The functions take turns in blocks of calls, each after one call that is not timed: within a block every function
-    finds the caches as it leaves them itself, and a drift of the machine meets all of them.
-    """
-    per_block = -(-repeats // _BLOCKS)
-    times = torch.zeros(len(functions), _BLOCKS * per_block, dtype=torch.float64)
-    for block in range(_BLOCKS):
-        for j, function in enumerate(functions):
-            for i in range(-1, per_block):
-                dist.barrier()
-                start = time.perf_counter()
-                function()
-                if i >= 0:
-                    times[j, block * per_block + i] = time.perf_counter() - start
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return [statistics.median(t.tolist()) * 1e3 for t in times]
-
-
-def _all_gather(rank: int, ranks: int, shard_bytes: int, params: int, repeats: int) -> dict[str, Any]:
-    layout = GroupLayout(_shapes(shard_bytes // 2, ranks, params), ranks)
-    sizes = [layout.shard_items(p) for p in range(params)]
-    shards = [torch.randn(n).bfloat16() for n in sizes]
-    engine, group = _group(rank, layout)
-    addresses = [s.data_ptr() for s in shards]
-
-    def ours() -> None:
-        group.issue(addresses)
-        group.complete()
-        group.vacate()
-
-    packed = torch.empty(sum(sizes), dtype=torch.bfloat16)
-    gathered = torch.empty(ranks * sum(sizes), dtype=torch.bfloat16)
-    outputs = [torch.empty(ranks * n, dtype=torch.bfloat16) for n in sizes]
-    views = [o.view(ranks, -1) for o in outputs]
-
-    def stock() -> None:
-        torch._foreach_copy_(list(packed.split(sizes)), shards)
-        dist.all_gather_into_tensor(gathered, packed)
-        torch.split_with_sizes_copy(gathered.view(ranks, -1), sizes, dim=1, out=views)
-
-    source, target = torch.cat(shards), torch.empty(sum(sizes), dtype=torch.bfloat16)
-
-    def limit() -> None:
-        target.copy_(source)
-
-    times = _median_ms(repeats, ours, stock, limit)
-    row = _row("all_gather", layout, 2, times, _host_us(rank, ranks, params)[0])
-    engine.close()
-    return row
-
-
-def _reduce_scatter(rank: int, ranks: int, shard_bytes: int, params: int, repeats: int) -> dict[str, Any]:
-    layout = GroupLayout(_shapes(shard_bytes // 4, ranks, params), ranks)
-    gradients = [torch.randn(s.rows, s.row_items).bfloat16() for s in layout.params]
-    engine, group = _group(rank, layout)
-    everything = tuple(range(params))
-    addresses = [g.data_ptr() for g in gradients]
-
-    def ours() -> None:
-        output = torch.empty(layout.output_items)
-        group.reduce_scatter(everything, Item.BF16, Item.F32, addresses, output.data_ptr(), float(ranks))
-
-    def stock() -> None:
-        packed = torch.empty(ranks * layout.output_items)
-        output = torch.empty(layout.output_items)
-        torch._chunk_cat(gradients, dim=0, num_chunks=ranks, out=packed.view(ranks, -1))
-        dist.reduce_scatter_tensor(output, packed, op=dist.ReduceOp.AVG)
-
-    pushed = (ranks - 1) * layout.output_items * 2
-    summed = (ranks * 2 + 4) * layout.output_items // 2
-    source, target = (torch.empty(pushed + summed, dtype=torch.uint8) for _ in range(2))
-
-    def limit() -> None:
-        target.copy_(source)
-
-    times = _median_ms(repeats, ours, stock, limit)
-    row = _row("reduce_scatter", layout, 4, times, _host_us(rank, ranks, params)[1])
-    engine.close()
-    return row
-
-
-def _row(name: str, layout: GroupLayout, itemsize: int, times: list[float], host_us: float) -> dict[str, Any]:
-    return {
-        "collective": name,
-        "ranks": layout.ranks,
-        "shard_bytes": layout.output_items * itemsize,
-        "params": len(layout.params),
-        "ours_ms": times[0],
-        "stock_ms": times[1],
-        "limit_ms": times[2],
-        "host_us": host_us,
+def jobs(arguments: argparse.Namespace, device: str) -> list[Job]:
+    """One job per collective and size."""
+    names = (
+        ["all_gather", "all_gather_cast", "reduce_scatter"] if device == "cuda" else ["all_gather", "reduce_scatter"]
+    )
+    shards = arguments.shard_mib or ([32.0, 128.0] if device == "cuda" else [1.0, 8.0, 32.0])
+    tuning = {
+        "sum_ctas": arguments.sum_ctas,
+        "chunk_bytes": int(arguments.chunk_mib * 2**20) if arguments.chunk_mib else None,
     }
+    return [
+        Job(
+            f"{name}, shard of {mib:g} MiB",
+            measure,
+            {
+                "collective": name,
+                "shard_bytes": int(mib * 2**20),
+                "params": arguments.params,
+                "repeats": arguments.repeats,
+                "tuning": tuning,
+            },
+        )
+        for mib in shards
+        for name in names
+    ]
 
 
-def _host_us(rank: int, ranks: int, params: int) -> tuple[float, float]:
-    """Microseconds of an all-gather and of a reduce-scatter call where there is next to nothing to copy."""
-    layout = GroupLayout(tuple(ParamShape(ranks, 8, 2) for _ in range(params)), ranks)
-    engine, group = _group(rank, layout)
-    shards = [torch.ones(8).bfloat16() for _ in range(params)]
-    gradients = [torch.ones(ranks, 8).bfloat16() for _ in range(params)]
-    shard_addresses, addresses = [s.data_ptr() for s in shards], [g.data_ptr() for g in gradients]
-    output = torch.empty(layout.output_items)
+def measure(
+    place: Place, collective: str, shard_bytes: int, params: int, repeats: int, tuning: dict[str, Any]
+) -> Iterator[Row]:
+    """Measure one collective for one size."""
+    from tide_strategies.cli.bench_timing import median_ms
 
-    def gather() -> None:
-        group.issue(shard_addresses)
-        group.complete()
-        group.vacate()
+    with _stream(place):
+        if place.on_gpu:
+            from tide_strategies.cli.bench_pairs_cuda import pair as gpu_pair
 
-    def reduce() -> None:
-        group.reduce_scatter(tuple(range(params)), Item.BF16, Item.F32, addresses, output.data_ptr(), float(ranks))
+            pair = gpu_pair(place, collective, shard_bytes, params, **tuning)
+        else:
+            from tide_strategies.cli.bench_pairs_cpu import pair as cpu_pair
 
-    def repeated(call: Callable[[], None]) -> Callable[[], None]:
-        def calls() -> None:
-            for _ in range(_HOST_CALLS):
-                call()
+            pair = cpu_pair(place, collective, shard_bytes, params)
+        times = median_ms(place, repeats, {"ours": pair.ours, "stock": pair.stock, "limit": pair.limit})
+        sent = (place.ranks - 1) * pair.shard_bytes
+        row: Row = {
+            "collective": collective,
+            "ranks": place.ranks,
+            "shard_mib": pair.shard_bytes / 2**20,
+            "params": params,
+            "ours_ms": times["ours"],
+            "stock_ms": times["stock"],
+            "limit_ms": times["limit"],
+            "stock_to_ours": ratio(times["stock"], times["ours"]),
+            "percent_of_limit": percent(times["limit"], times["ours"]),
+            "limit_gbps": ratio(sent / 1e6, times["limit"]) if collective == "all_gather" else None,
+            "notes": list(pair.notes),
+        }
+        row.update(_gpu_host_and_kernels(place, pair, row["notes"]) if place.on_gpu else {})
+        pair.close()
+        if not place.on_gpu:
+            from tide_strategies.cli.bench_pairs_cpu import host_us
 
-        return calls
+            row["ours_host_us"] = host_us(place, collective, params)
+        yield row
 
-    times = _median_ms(9, repeated(gather), repeated(reduce))
-    engine.close()
-    return times[0] * 1e3 / _HOST_CALLS, times[1] * 1e3 / _HOST_CALLS
+
+def percent(part: float | None, whole: float | None) -> float | None:
+    """``part`` in percent of ``whole``."""
+    share = ratio(part, whole)
+    return None if share is None else 100 * share
+
+
+def _gpu_host_and_kernels(place: Place, pair: Any, notes: list[str]) -> Row:
+    from tide_strategies.cli.bench_kernels import kernel_activity
+    from tide_strategies.cli.bench_timing import host_us
+
+    row: Row = {}
+    for who, call in (("ours", pair.ours), ("stock", pair.stock)):
+        row[f"{who}_host_us"] = host_us(place, call)
+        found = kernel_activity(place, call) if call is not None else None
+        if isinstance(found, str):
+            notes.append(f"{who}: no SM time: {found}")
+        elif found is not None:
+            row.update({f"{who}_{key}": value for key, value in asdict(found).items()})
+    return row
+
+
+def _stream(place: Place) -> contextlib.AbstractContextManager[Any]:
+    """A stream of one's own on a GPU: collectives never run on the default one."""
+    if not place.on_gpu:
+        return contextlib.nullcontext()
+    import torch
+
+    stream: contextlib.AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.Stream(place.device))
+    return stream
+
+
+def draw(axes: Any, rows: Sequence[Row]) -> None:
+    """Times of ours, stock and the limit for each row."""
+    labels = [f"{r['collective']}\n{r['ranks']} ranks, {r['shard_mib']:g} MiB" for r in rows]
+    series = [(who, [r[f"{who}_ms"] for r in rows]) for who in ("ours", "stock", "limit")]
+    grouped_bars(axes, labels, series, "ms")

@@ -42,6 +42,11 @@ _WITHOUT_EFFECT = {
 _WITHOUT_EFFECT_ON = {"cpu": {"reduce_scatter.mode", "reduce_scatter.sum_ctas"}}
 
 
+def options_without_effect(*devices: str) -> set[str]:
+    """Dotted names of the options that change nothing on some of these kinds of device."""
+    return _WITHOUT_EFFECT.union(*(_WITHOUT_EFFECT_ON.get(d, set()) for d in devices))
+
+
 @dataclass
 class InstalledGroup:
     """One parameter group after installation."""
@@ -169,7 +174,7 @@ class Installation:
     def _decide(self) -> None:
         """Warn once about options without effect and about fallbacks, or raise for fallbacks under ``strict``."""
         devices = {g.group.device.type for g in self.groups}
-        idle = _WITHOUT_EFFECT.union(*(_WITHOUT_EFFECT_ON.get(d, set()) for d in devices))
+        idle = options_without_effect(*devices)
         unused = [name for name in self.config.changed() if name in idle]
         if unused and dist.get_rank() == 0:
             _log.warning("TIDE: these options have no effect on %s ranks: %s", "/".join(devices), ", ".join(unused))

@@ -1,0 +1,188 @@
+"""``tide bench`` on the CPU, end to end, and the arithmetic behind its tables."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from tide_strategies.cli import main as command
+from tide_strategies.cli.bench_interference import jobs as interference_jobs
+from tide_strategies.cli.bench_kernels import KernelActivity, activity_of
+from tide_strategies.cli.bench_model import Block, block_batch, head_width, hidden_width
+from tide_strategies.cli.bench_probe import occupied
+from tide_strategies.cli.bench_rows import Column, header, heading, line, ratio
+from tide_strategies.cli.bench_step import rows_of, tide_options
+from tide_strategies.cli.bench_variants import COMPUTE, IN_PLACE, SLOT_REUSE, STOCK, SYMM_MEM, VARIANTS, ModelSize
+from tide_strategies.cli.bench_victims import one_wave_shape
+from tide_strategies.errors import TideConfigError
+
+PNG = b"\x89PNG"
+
+
+def bench(folder, *arguments: str) -> dict:
+    """Run ``tide bench`` among two CPU processes; its JSON."""
+    out, picture = folder / "rows.json", folder / "rows.png"
+    common = ["--device", "cpu", "--ranks", "2", "--json", str(out), "--plot", str(picture)]
+    assert command.main(["bench", arguments[0], *common, *arguments[1:]]) == 0
+    pytest.importorskip("matplotlib")
+    assert picture.read_bytes()[:4] == PNG
+    return json.loads(out.read_text())
+
+
+def test_collectives(tmp_path, capsys):
+    found = bench(tmp_path, "collectives", "--shard-mib", "0.25", "--params", "3", "--repeats", "3")
+    printed = capsys.readouterr().out
+    assert found["failures"] == []
+    assert found["about"]["torch"] == torch.__version__
+    assert [r["collective"] for r in found["rows"]] == ["all_gather", "reduce_scatter"]
+    for row in found["rows"]:
+        assert row["shard_mib"] == pytest.approx(0.25, rel=0.2)
+        assert min(row[k] for k in ("ours_ms", "stock_ms", "limit_ms", "ours_host_us")) > 0
+        assert row["stock_to_ours"] == row["stock_ms"] / row["ours_ms"]
+        assert row["percent_of_limit"] == pytest.approx(100 * row["limit_ms"] / row["ours_ms"])
+        assert f"{row['ours_ms']:.3f}" in printed
+    assert "# torch:" in printed
+
+
+def test_steps(tmp_path, capsys):
+    size = ["--widths", "64", "--depths", "2", "--tokens", "32,64", "--sequence", "32", "--steps", "3"]
+    found = bench(tmp_path, "step", *size, "--optimizer")
+    assert found["failures"] == []
+    assert [(r["tokens"], r["variant"]) for r in found["rows"]] == [(t, v) for t in (32, 64) for v in VARIANTS]
+    for tokens in (32, 64):
+        row = {r["variant"]: r for r in found["rows"] if r["tokens"] == tokens}
+        assert row[STOCK]["to_stock"] == row[STOCK]["exposed_to_stock"] == 1.0
+        assert row[STOCK]["exposed_ms"] == row[STOCK]["step_ms"] - row[COMPUTE]["step_ms"]
+        assert row[IN_PLACE]["loss"] == row[SLOT_REUSE]["loss"] == row[STOCK]["loss"], "the same training, bit for bit"
+        assert row[IN_PLACE]["path"] == "3 of 3 groups accelerated"
+        assert "step_ms" not in row[SYMM_MEM], "it needs NCCL"
+    assert "Note: FSDP2+SymmMem: needs NCCL" in capsys.readouterr().out
+
+
+def test_wrong_usage_is_told(tmp_path, capsys):
+    if not torch.cuda.is_available():
+        assert command.main(["bench", "collectives", "--device", "cuda"]) == 1
+        assert "no GPU" in capsys.readouterr().err
+    assert command.main(["bench", "interference", "--device", "cpu"]) == 1
+    assert "needs a GPU" in capsys.readouterr().err
+    missing = str(tmp_path / "no" / "rows.json")
+    assert command.main(["bench", "collectives", "--device", "cpu", "--json", missing]) == 2
+    assert "no folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["bench", "collectives", "--ranks", "1"])
+    assert "at least 2 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["collectives", "step", "interference"])
+def test_every_column_is_explained(what, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.main(["bench", what, "--help"])
+    assert end.value.code == 0
+    assert "slowest rank" in capsys.readouterr().out
+
+
+def test_options_of_tide_are_read_and_checked():
+    assert tide_options(["reduce_scatter.sum_ctas=32", "all_gather.cache=off"]) == {
+        "reduce_scatter.sum_ctas": 32,
+        "all_gather.cache": "off",
+    }
+    with pytest.raises(TideConfigError, match="NAME=VALUE"):
+        tide_options(["reduce_scatter"])
+    with pytest.raises(TideConfigError, match="unknown TIDE option"):
+        tide_options(["reduce_scatter.sums=1"])
+
+
+def test_rows_line_up_and_missing_values_show_as_a_dash():
+    columns = [Column("name", "name"), Column("ms", "ms", ".2f"), Column("n", "a long heading")]
+    assert line(columns, {"name": "x", "ms": 1.234, "n": None}).split() == ["x", "1.23", "-"]
+    assert len(heading(columns)) == len(line(columns, {"name": "x", "ms": 1.0, "n": 3}))
+    assert ratio(1.0, None) is None
+    assert ratio(None, 1.0) is None
+    assert ratio(1.0, 0.0) is None
+    assert ratio(1.0, 4.0) == 0.25
+    assert header({"gpus": ["A", "A", "B"], "environment": {"X": "1"}}) == "# gpus: 2 x A, B\n# environment: X=1"
+
+
+def test_exposed_time_is_what_the_step_takes_beyond_compute():
+    times = {COMPUTE: {"step_ms": 10.0}, STOCK: {"step_ms": 14.0}, IN_PLACE: {"step_ms": 11.0}}
+    row = {r["variant"]: r for r in rows_of(VARIANTS, times, {}, {"tokens": 1}, [])}
+    assert row[IN_PLACE]["exposed_ms"] == 1.0
+    assert row[IN_PLACE]["exposed_to_stock"] == 0.25
+    assert row[IN_PLACE]["to_stock"] == 11 / 14
+    assert row[COMPUTE]["exposed_ms"] is None
+    without_stock = {r["variant"]: r for r in rows_of(VARIANTS, {COMPUTE: {"step_ms": 10.0}}, {}, {}, [])}
+    assert without_stock[STOCK]["exposed_ms"] is None
+    assert without_stock[COMPUTE]["to_stock"] is None
+
+
+def test_the_default_block_has_134_million_parameters():
+    assert ModelSize(4096, hidden_width(4096), 8).block_parameters == 134_750_208
+    for width in (16, 64, 256, 1024, 8192):
+        assert width % head_width(width) == 0
+        assert hidden_width(width) > width
+
+
+def test_a_block_is_causal_and_reaches_every_parameter():
+    torch.manual_seed(0)
+    block = Block(32, 64)
+    x = torch.randn(1, 6, 32)
+    changed = x.clone()
+    changed[:, 4:] += 1
+    assert torch.equal(block(x)[:, :4], block(changed)[:, :4])
+    assert not torch.equal(block(x)[:, 4:], block(changed)[:, 4:])
+    block(x).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in block.parameters())
+
+
+def test_tokens_divide_into_sequences():
+    assert block_batch(96, 32, 8, torch.device("cpu"), 1).shape == (3, 32, 8)
+    assert block_batch(16, 32, 8, torch.device("cpu"), 1).shape == (1, 16, 8)
+    with pytest.raises(ValueError, match="33 tokens"):
+        block_batch(33, 32, 8, torch.device("cpu"), 1)
+
+
+def test_kernels_of_a_trace_are_added_up():
+    def kernel(name, microseconds, *grid):
+        return {"cat": "kernel", "name": name, "dur": microseconds, "args": {"grid": list(grid)}}
+
+    events = [kernel("sum", 10, 16, 1, 1), kernel("sum", 30, 16, 1, 1), kernel("cast", 20, 100, 20, 1)]
+    events += [{"cat": "gpu_memcpy", "dur": 5}, {"cat": "cpu_op", "dur": 99}, {"ph": "M"}]
+    assert activity_of(events, 2, 132) == KernelActivity(1.5, 30.0, 2000, (40 * 16 + 20 * 132) / 2, "sum", 0.5)
+    assert activity_of(events[3:4], 1, 132) == KernelActivity(0.0, 0.0, 0, 0.0, "", 1.0)
+    assert activity_of([], 1, 132) == "the profiler recorded no GPU activity"
+
+
+@pytest.mark.parametrize("sms", [78, 108, 114, 131, 132, 144, 148])
+def test_the_one_wave_gemm_has_a_tile_for_every_sm(sms):
+    m, n, _ = one_wave_shape(sms)
+    assert (m // 128) * (n // 256) == sms
+
+
+def test_the_probe_finds_the_sms_that_kept_a_thread_block_out():
+    sms, spin = 4, 1000
+    sm = torch.arange(sms).repeat(2)
+    on_time = torch.arange(2 * sms) + 5_000_000_000
+    late = on_time.clone()
+    late[2] += spin  # the first thread block of SM 2 had to wait for the other
+    records = torch.stack([torch.stack([sm, on_time], dim=1), torch.stack([sm, late], dim=1)])
+    assert occupied(records, sms, spin).tolist() == [[False] * 4, [False, False, True, False]]
+
+
+def test_interference_has_a_job_per_victim_and_the_probe():
+    import argparse
+
+    options = argparse.Namespace(
+        shard_mib=32.0, params=30, sum_ctas=None, chunk_mib=None, repeats=9, gemm=None, no_probe=False
+    )
+    assert [j.label for j in interference_jobs(options, "cuda")] == [
+        "one-wave GEMM",
+        "many-wave GEMM",
+        "elementwise",
+        "SM-id probe",
+    ]
+    options.no_probe = True
+    assert len(interference_jobs(options, "cuda")) == 3
+    assert math.isclose(interference_jobs(options, "cuda")[0].arguments["collectives"]["shard_bytes"], 2**25)

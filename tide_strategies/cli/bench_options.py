@@ -1,0 +1,34 @@
+"""Values of benchmark options, read from text."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
+    return value
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers from 1, comma separated."""
+    return [positive(t) for t in text.split(",")]
+
+
+def rank_counts(text: str) -> list[int]:
+    """Rank counts, comma separated."""
+    values = numbers(text)
+    if min(values) < 2:
+        raise argparse.ArgumentTypeError(f"collectives need at least 2 ranks; got {text}")
+    return values
+
+
+def sizes(text: str) -> list[float]:
+    """Sizes above zero, comma separated."""
+    values = [float(t) for t in text.split(",")]
+    if min(values) <= 0:
+        raise argparse.ArgumentTypeError(f"sizes must be positive; got {text}")
+    return values

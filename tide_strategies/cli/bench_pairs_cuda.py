@@ -1,0 +1,204 @@
+"""Our collectives between GPUs of one host beside NCCL's. Call everything here under a stream of one's own.
+
+Calls follow one another on the current stream, as a block's compute follows its all-gather: each one's copies begin
+when the former is complete. Two groups take turns in two slots, as FSDP2's blocks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from tide_strategies.cli.bench_pairs import Pair, parameter_shapes, stock_copy_out, stock_pack, world_exchange
+from tide_strategies.cli.bench_ranks import Place
+from tide_strategies.collectives.reduce_scatter import BANKS
+from tide_strategies.collectives.schedule import Item
+from tide_strategies.layout import GroupLayout
+from tide_strategies.runtime.cuda.engine import CudaEngine, DeviceSlot
+from tide_strategies.runtime.cuda.group import AUTO_CHUNK_BYTES, AUTO_SUM_CTAS, CudaGroup
+from tide_strategies.runtime.cuda.sum_kernels import sum_kernels
+from tide_strategies.runtime.slots import SlotRing
+from tide_strategies.topology import Topology
+
+_TIMEOUT_S = 60.0
+_GROUPS = 2
+NO_STOCK = "several ranks share a GPU, where torch's NCCL cannot run: no stock column"
+
+
+def pair(
+    place: Place, collective: str, shard_bytes: int, params: int, sum_ctas: int | None, chunk_bytes: int | None
+) -> Pair:
+    """The named collective over ``params`` parameters. Collective.
+
+    Args:
+        sum_ctas: thread blocks of the sum; None for the default.
+        chunk_bytes: bytes of a contribution staged at a time; None for the default.
+
+    Raises:
+        ValueError: there is no such collective.
+    """
+    ctas, chunk = sum_ctas or AUTO_SUM_CTAS, chunk_bytes or AUTO_CHUNK_BYTES
+    if collective == "reduce_scatter":
+        return _reduce_scatter(place, shard_bytes, params, ctas, chunk)
+    if collective in ("all_gather", "all_gather_cast"):
+        return _all_gather(place, shard_bytes, params, collective == "all_gather_cast", ctas, chunk)
+    raise ValueError(f"no collective {collective!r}")
+
+
+def _groups(place: Place, layout: GroupLayout, ctas: int, chunk: int) -> tuple[CudaEngine, list[CudaGroup]]:
+    index = torch.cuda.current_device()
+    engine = CudaEngine(
+        world_exchange(_TIMEOUT_S),
+        place.rank,
+        Topology(1, place.ranks),
+        index,
+        slots=_GROUPS,
+        staging_bytes=BANKS * (place.ranks - 1) * chunk,
+        timeout_s=_TIMEOUT_S,
+    )
+    ring = SlotRing(lambda: engine.add_slot(layout.landing_bytes, "ring"), _GROUPS)
+    kernels = sum_kernels(index)
+    return engine, [CudaGroup(engine, f"bench {g}", layout, ring, chunk, kernels, ctas) for g in range(_GROUPS)]
+
+
+def _all_gather(place: Place, shard_bytes: int, params: int, cast: bool, ctas: int, chunk: int) -> Pair:
+    ranks, device = place.ranks, place.device
+    layout = GroupLayout(parameter_shapes(shard_bytes // 2, ranks, params), ranks)
+    sizes = [layout.shard_items(p) for p in range(params)]
+    dtype = torch.float32 if cast else torch.bfloat16
+    shards = [torch.randn(n, device=device).to(dtype) for n in sizes]
+    engine, groups = _groups(place, layout, ctas, chunk)
+    packed = torch.cat(shards).bfloat16()
+    gathered = torch.empty(ranks * sum(sizes), dtype=torch.bfloat16, device=device)
+    outputs = [torch.empty(ranks * n, dtype=torch.bfloat16, device=device) for n in sizes]
+    parts = list(packed.split(sizes))
+
+    def stock() -> None:
+        if cast:
+            torch._foreach_copy_(parts, shards)
+        dist.all_gather_into_tensor(gathered, packed)
+        stock_copy_out(gathered, sizes, outputs, ranks)
+
+    name = "all_gather_cast" if cast else "all_gather"
+    return Pair(
+        name,
+        layout,
+        2 * layout.output_items,
+        _gather_in_turn(groups, layout, place, shards, cast),
+        None if place.shares_card else stock,
+        _pushes(place, 2 * layout.output_items),
+        engine.close,
+        [NO_STOCK] if place.shares_card else [],
+    )
+
+
+def _gather_in_turn(
+    groups: list[CudaGroup], layout: GroupLayout, place: Place, shards: list[torch.Tensor], cast: bool
+) -> Callable[[], None]:
+    """Our all-gather of the shards; without ``cast`` they are in the own landings from the start."""
+    gather, completion, readiness = (torch.cuda.Stream(place.device, priority=-1) for _ in range(3))
+    own = [_own_shards(group, layout, place.rank) for group in groups]
+    turn = 0
+    for group, views in zip(groups, own, strict=True):  # each takes its slot, which it keeps
+        slot = group.occupy()
+        torch._foreach_copy_(views, shards)
+        gather.wait_stream(torch.cuda.current_stream())
+        _finish(group, slot, gather, completion, readiness)
+
+    def call() -> None:
+        nonlocal turn
+        group, views = groups[turn], own[turn]
+        turn = 1 - turn
+        gather.wait_stream(torch.cuda.current_stream())
+        slot = group.occupy()
+        if cast:
+            with torch.cuda.stream(gather):
+                torch._foreach_copy_(views, shards)
+        _finish(group, slot, gather, completion, readiness)
+
+    return call
+
+
+def _finish(
+    group: CudaGroup,
+    slot: DeviceSlot,
+    gather: torch.cuda.Stream,
+    completion: torch.cuda.Stream,
+    readiness: torch.cuda.Stream,
+) -> None:
+    """From the own landing to everybody's, then vacate: the events are those of ``fsdp2.cuda_path``."""
+    current = torch.cuda.current_stream()
+    group.send(slot, gather.cuda_stream)
+    completion.wait_stream(gather)
+    group.complete(completion.cuda_stream)
+    current.wait_stream(completion)
+    readiness.wait_stream(current)
+    group.vacate(readiness.cuda_stream)
+
+
+def _own_shards(group: CudaGroup, layout: GroupLayout, rank: int) -> list[torch.Tensor]:
+    """Views of this rank's shards within the landing."""
+    window = group.landing.window
+    places = [(layout.landing_offset(p, rank), layout.shard_items(p)) for p in range(len(layout.params))]
+    return [torch.from_dlpack(window.tensor(offset, items, "bfloat16")) for offset, items in places]
+
+
+def _reduce_scatter(place: Place, shard_bytes: int, params: int, ctas: int, chunk: int) -> Pair:
+    ranks, device = place.ranks, place.device
+    layout = GroupLayout(parameter_shapes(shard_bytes // 4, ranks, params), ranks)
+    gradients = [torch.randn(s.rows, s.row_items, device=device).bfloat16() for s in layout.params]
+    engine, (group, _) = _groups(place, layout, ctas, chunk)
+    output = torch.empty(layout.output_items, device=device)
+    packed = torch.empty(ranks * layout.output_items, device=device)
+    push = torch.cuda.Stream(device, priority=-1)
+    addresses, everything = [g.data_ptr() for g in gradients], tuple(range(params))
+
+    def ours() -> None:
+        current = torch.cuda.current_stream()
+        push.wait_stream(current)
+        streams = (push.cuda_stream, current.cuda_stream)
+        group.reduce_scatter(everything, Item.BF16, Item.F32, addresses, output.data_ptr(), float(ranks), streams)
+        current.wait_stream(push)
+
+    def stock() -> None:
+        stock_pack(gradients, packed, ranks)
+        dist.reduce_scatter_tensor(output, packed, op=dist.ReduceOp.AVG)
+
+    push_limit = _pushes(place, 2 * layout.output_items)
+    summed = (ranks * 2 + 4) * layout.output_items // 2  # a copy reads and writes each byte
+    source = torch.randint(256, (summed,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def limit() -> None:
+        push_limit()
+        target.copy_(source)
+
+    return Pair(
+        "reduce_scatter",
+        layout,
+        4 * layout.output_items,
+        ours,
+        None if place.shares_card else stock,
+        limit,
+        engine.close,
+        [NO_STOCK] if place.shares_card else [],
+    )
+
+
+def _pushes(place: Place, nbytes: int) -> Callable[[], None]:
+    """Raw copies of ``nbytes`` to a peer's GPU (or within a shared one), as many as there are peers.
+
+    Every rank sends to the next one: no two send to the same GPU.
+    """
+    gpus = torch.cuda.device_count()
+    peer = torch.device("cuda", (place.rank + 1) % place.ranks % gpus)
+    source = torch.randint(256, (nbytes,), dtype=torch.uint8, device=place.device)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=peer)
+
+    def call() -> None:
+        for _ in range(place.ranks - 1):
+            target.copy_(source, non_blocking=True)
+
+    return call
