@@ -13,7 +13,7 @@ from tide_strategies import apply_tide
 from tide_strategies.cli.demo_model import GPT, GPTConfig, Windows, library_text
 
 STEPS, WINDOW, BATCH = 1000, 50, 8
-SMALL = GPTConfig(layers=4, width=128, heads=4, context=128)
+SMALL = GPTConfig(layers=2, width=128, heads=4, context=128)
 
 
 def _curve(rank: int, world: int, run: str) -> list[float]:
