@@ -22,7 +22,7 @@ steps of that variant alone, optimizer included, largest rank. "loss" is that of
 """
 
 COLUMNS = [
-    Column("variant", "variant"),
+    Column("variant", "variant", room=27),
     Column("ranks", "ranks"),
     Column("width", "width"),
     Column("depth", "depth"),
@@ -129,7 +129,8 @@ def measure(place: Place, tokens: Sequence[int], only: Sequence[str] | None, **w
     times = {count: run.times(count) for count in tokens}
     memory = run.memory(tokens)  # after the timing: by now everything that is loaded lazily is there
     for count in tokens:
-        yield from rows_of(run.names, times[count], memory[count], {**run.about, "tokens": count}, run.notes)
+        about = {**run.about, "tokens": count, "notes": run.notes}
+        yield from rows_of(run.names, times[count], memory[count], about, run.labels)
 
 
 def rows_of(
@@ -137,9 +138,9 @@ def rows_of(
     times: dict[str, Row],
     memory: dict[str, Row],
     about: Row,
-    notes: Sequence[str],
+    labels: dict[str, str],
 ) -> Iterator[Row]:
-    """Put together what was measured of each variant, and its ratios to stock."""
+    """Put together what was measured of each variant, and its ratios to stock; ``labels`` are other names to show."""
     from tide_strategies.cli.bench_variants import COMPUTE, STOCK
 
     def step_ms(name: str) -> float | None:
@@ -150,14 +151,13 @@ def rows_of(
     for name in names:
         exposed = None if name == COMPUTE else _less(step_ms(name), compute)
         yield {
-            "variant": name,
+            "variant": labels.get(name, name),
             **about,
             **times.get(name, {}),
             **memory.get(name, {}),
             "to_stock": ratio(step_ms(name), stock),
             "exposed_ms": exposed,
             "exposed_to_stock": ratio(exposed, stock_exposed),
-            "notes": list(notes),
         }
 
 

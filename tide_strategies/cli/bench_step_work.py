@@ -26,6 +26,8 @@ from tide_strategies.cli.bench_variants import (
 from tide_strategies.fsdp2.install import options_without_effect
 
 GiB = 2**30
+#: Behind the name of a variant whose option changes nothing here: its row repeats another's.
+NO_EFFECT = " (no effect)"
 _BLOCKS = 3
 _WARM_UP = 2
 _HOST_STEPS = 5
@@ -69,8 +71,10 @@ class StepWork:
             variant = self._build(name)
             if variant is not None:
                 self._variants[name] = variant
-        if SLOT_REUSE in self.names and "reduce_scatter.mode" in options_without_effect(place.device.type):
-            self.notes.append(f"{SLOT_REUSE}: reduce_scatter.mode has no effect yet; the row repeats in-place")
+        #: Names as the table shows them, where they differ.
+        self.labels: dict[str, str] = {}
+        if "reduce_scatter.mode" in options_without_effect(place.device.type):
+            self.labels[SLOT_REUSE] = f"{SLOT_REUSE}{NO_EFFECT}"
 
     def times(self, tokens: int) -> dict[str, Row]:
         """``step_ms`` and ``host_ms`` of each variant that runs here."""
