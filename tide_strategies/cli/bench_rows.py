@@ -134,4 +134,5 @@ def grouped_bars(
         axes.bar(places, [float("nan") if v is None else v for v in values], width, label=name)
     axes.set_xticks(range(len(labels)), labels, fontsize=8)
     axes.set_ylabel(ylabel)
-    axes.legend(frameon=False, fontsize=8)
+    if series:
+        axes.legend(frameon=False, fontsize=8)
