@@ -30,6 +30,7 @@ def _measure(rank, world, arg):
     place = GpuPlace(rank, world, torch.device("cpu"))
     bench_pairs_cuda.CudaEngine, bench_pairs_cuda.CudaGroup = cuda_stand_in.CudaEngine, cuda_stand_in.CudaGroup
     bench_pairs_cuda.sum_kernels = lambda device: None
+    bench_pairs_cuda.cuda = types.SimpleNamespace(order=cuda_stand_in.order)
     bench_pairs_cuda._pushes = lambda place, nbytes: lambda: None
     bench_victims._MANY_WAVES, bench_victims._ELEMENTWISE_BYTES = (64, 64, 64), 2**16
     probe = types.ModuleType("tide_strategies.cli.bench_probe_kernel")
