@@ -38,6 +38,7 @@ def test_collectives(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert found["failures"] == []
     assert found["about"]["torch"] == torch.__version__
+    assert found["about"]["options"] == {"params": 3, "repeats": 3, "shard_mib": [0.25]}
     assert [r["collective"] for r in found["rows"]] == ["all_gather", "reduce_scatter"]
     for row in found["rows"]:
         assert row["shard_mib"] == pytest.approx(0.25, rel=0.2)

@@ -37,8 +37,11 @@ COLUMNS = [
     Column("device_gib", "device GiB", ".2f"),
     Column("loss", "loss", ".6f"),
 ]
-#: (width, depth); deeper stacks of width 8,192 leave no room for all variants on one card.
-_SWEEP = [(1024, 4), (1024, 16), (2048, 4), (2048, 16), (4096, 4), (4096, 16), (8192, 4)]
+#: Device -> (width, depth); deeper stacks of width 8,192 leave no room for all variants on one card.
+_SWEEP = {
+    "cuda": [(1024, 4), (1024, 16), (2048, 4), (2048, 16), (4096, 4), (4096, 16), (8192, 4)],
+    "cpu": [(128, 2), (128, 8), (256, 2), (256, 4)],
+}
 _GPU = {"widths": [4096], "depths": [8], "tokens": [1024, 4096, 16384]}
 _CPU = {"widths": [256], "depths": [2], "tokens": [256]}
 
@@ -51,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depths", type=numbers, help="numbers of blocks, comma separated (GPU: 8)")
     parser.add_argument("--hidden", type=positive, help="width of the SwiGLU (default: about 11/6 of the width)")
     parser.add_argument("--sequence", type=positive, default=4096, help="longest sequence (default: 4096)")
-    parser.add_argument("--sweep", action="store_true", help=f"widths x depths: {_sweep_words()}")
+    parser.add_argument("--sweep", action="store_true", help=f"GPU: widths x depths {_sweep_words()}")
     parser.add_argument("--optimizer", action="store_true", help="time the optimizer too")
     parser.add_argument("--steps", type=positive, default=12, help="timed steps per variant and row (default: 12)")
     parser.add_argument("--variants", help='some of the variants, comma separated, for example "stock FSDP2"')
@@ -65,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _sweep_words() -> str:
-    return ", ".join(f"{width} x {depth}" for width, depth in _SWEEP)
+    return ", ".join(f"{width} x {depth}" for width, depth in _SWEEP["cuda"])
 
 
 def columns(device: str) -> list[Column]:
@@ -97,7 +100,7 @@ def jobs(arguments: argparse.Namespace, device: str) -> list[Job]:
                 "only": variants,
             },
         )
-        for width, depth in (_SWEEP if arguments.sweep else pairs)
+        for width, depth in (_SWEEP[device] if arguments.sweep else pairs)
     ]
 
 
