@@ -14,7 +14,7 @@ from tide_strategies.cli.bench_kernels import KernelActivity, activity_of
 from tide_strategies.cli.bench_model import Block, block_batch, head_width, hidden_width
 from tide_strategies.cli.bench_probe import occupied
 from tide_strategies.cli.bench_rows import Column, header, heading, line, ratio
-from tide_strategies.cli.bench_step import rows_of, tide_options
+from tide_strategies.cli.bench_step import chosen_variants, rows_of, tide_options
 from tide_strategies.cli.bench_step_work import NO_EFFECT
 from tide_strategies.cli.bench_variants import COMPUTE, IN_PLACE, SLOT_REUSE, STOCK, SYMM_MEM, VARIANTS, ModelSize
 from tide_strategies.cli.bench_victims import one_wave_shape
@@ -97,6 +97,13 @@ def test_options_of_tide_are_read_and_checked():
         tide_options(["reduce_scatter"])
     with pytest.raises(TideConfigError, match="unknown TIDE option"):
         tide_options(["reduce_scatter.sums=1"])
+
+
+def test_variants_are_named_as_in_the_table():
+    assert chosen_variants(None) is None
+    assert chosen_variants("stock FSDP2, TIDE in-place") == [STOCK, IN_PLACE]
+    with pytest.raises(TideConfigError, match="there are: compute only"):
+        chosen_variants("stock")
 
 
 def test_rows_line_up_and_missing_values_show_as_a_dash():

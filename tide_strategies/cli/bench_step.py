@@ -83,7 +83,7 @@ def jobs(arguments: argparse.Namespace, device: str) -> list[Job]:
     default = _GPU if device == "cuda" else _CPU
     pairs = [(w, d) for w in arguments.widths or default["widths"] for d in arguments.depths or default["depths"]]
     options = tide_options(arguments.option)
-    variants = arguments.variants.split(",") if arguments.variants else None
+    variants = chosen_variants(arguments.variants)
     return [
         Job(
             f"width {width}, depth {depth}",
@@ -102,6 +102,24 @@ def jobs(arguments: argparse.Namespace, device: str) -> list[Job]:
         )
         for width, depth in (_SWEEP[device] if arguments.sweep else pairs)
     ]
+
+
+def chosen_variants(text: str | None) -> list[str] | None:
+    """Names of variants, comma separated; None for all.
+
+    Raises:
+        TideConfigError: there is no such variant.
+    """
+    from tide_strategies.cli.bench_variants import VARIANTS
+    from tide_strategies.errors import TideConfigError
+
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in VARIANTS:
+            raise TideConfigError(f"--variants: there is no {name!r}; there are: {', '.join(VARIANTS)}")
+    return names
 
 
 def tide_options(texts: Sequence[str]) -> dict[str, Any]:

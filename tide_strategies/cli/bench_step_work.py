@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -87,6 +88,9 @@ class StepWork:
                 measured = self._timed_steps(self._variants[name], x, per_block)
                 times[j, block * per_block : (block + 1) * per_block] = torch.tensor(measured, dtype=torch.float64)
         medians = [statistics.median(t.tolist()) for t in slowest_rank(times)]
+        if self.place.rank == 0:  # should the measuring of memory fail, these are not lost
+            words = ", ".join(f"{name} {median:.2f} ms" for name, median in zip(names, medians, strict=True))
+            print(f"  {self.size.width} x {self.size.depth}, {tokens} tokens: {words}", file=sys.stderr, flush=True)
         return {
             name: {"step_ms": median, "host_ms": self._host_ms(self._variants[name], x)}
             for name, median in zip(names, medians, strict=True)
@@ -101,11 +105,9 @@ class StepWork:
         found: dict[int, dict[str, Row]] = {count: {} for count in tokens}
         for name in names:
             before = self._device_in_use()
-            variant = build(name, self.place, self.size, self._options)
+            held = [build(name, self.place, self.size, self._options)]
             for count in tokens:
-                found[count][name] = self._memory_of(variant, count, before)
-            held = [variant]
-            del variant
+                found[count][name] = self._memory_of(held[0], count, before)
             dispose(held, self.place)
         return found
 
