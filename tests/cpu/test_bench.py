@@ -14,7 +14,8 @@ from tide_strategies.cli.bench_kernels import KernelActivity, activity_of
 from tide_strategies.cli.bench_model import Block, block_batch, head_width, hidden_width
 from tide_strategies.cli.bench_probe import occupied
 from tide_strategies.cli.bench_rows import Column, header, heading, line, ratio
-from tide_strategies.cli.bench_step import rows_of, tide_options
+from tide_strategies.cli.bench_step import chosen_variants, rows_of, tide_options
+from tide_strategies.cli.bench_step_work import NO_EFFECT
 from tide_strategies.cli.bench_variants import COMPUTE, IN_PLACE, SLOT_REUSE, STOCK, SYMM_MEM, VARIANTS, ModelSize
 from tide_strategies.cli.bench_victims import one_wave_shape
 from tide_strategies.errors import TideConfigError
@@ -37,6 +38,7 @@ def test_collectives(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert found["failures"] == []
     assert found["about"]["torch"] == torch.__version__
+    assert found["about"]["options"] == {"params": 3, "repeats": 3, "shard_mib": [0.25]}
     assert [r["collective"] for r in found["rows"]] == ["all_gather", "reduce_scatter"]
     for row in found["rows"]:
         assert row["shard_mib"] == pytest.approx(0.25, rel=0.2)
@@ -51,6 +53,8 @@ def test_steps(tmp_path, capsys):
     size = ["--widths", "64", "--depths", "2", "--tokens", "32,64", "--sequence", "32", "--steps", "3"]
     found = bench(tmp_path, "step", *size, "--optimizer")
     assert found["failures"] == []
+    for r in found["rows"]:
+        r["variant"] = r["variant"].removesuffix(NO_EFFECT)
     assert [(r["tokens"], r["variant"]) for r in found["rows"]] == [(t, v) for t in (32, 64) for v in VARIANTS]
     for tokens in (32, 64):
         row = {r["variant"]: r for r in found["rows"] if r["tokens"] == tokens}
@@ -95,6 +99,13 @@ def test_options_of_tide_are_read_and_checked():
         tide_options(["reduce_scatter.sums=1"])
 
 
+def test_variants_are_named_as_in_the_table():
+    assert chosen_variants(None) is None
+    assert chosen_variants("stock FSDP2, TIDE in-place") == [STOCK, IN_PLACE]
+    with pytest.raises(TideConfigError, match="there are: compute only"):
+        chosen_variants("stock")
+
+
 def test_rows_line_up_and_missing_values_show_as_a_dash():
     columns = [Column("name", "name"), Column("ms", "ms", ".2f"), Column("n", "a long heading")]
     assert line(columns, {"name": "x", "ms": 1.234, "n": None}).split() == ["x", "1.23", "-"]
@@ -108,12 +119,12 @@ def test_rows_line_up_and_missing_values_show_as_a_dash():
 
 def test_exposed_time_is_what_the_step_takes_beyond_compute():
     times = {COMPUTE: {"step_ms": 10.0}, STOCK: {"step_ms": 14.0}, IN_PLACE: {"step_ms": 11.0}}
-    row = {r["variant"]: r for r in rows_of(VARIANTS, times, {}, {"tokens": 1}, [])}
-    assert row[IN_PLACE]["exposed_ms"] == 1.0
-    assert row[IN_PLACE]["exposed_to_stock"] == 0.25
-    assert row[IN_PLACE]["to_stock"] == 11 / 14
+    row = {r["variant"]: r for r in rows_of(VARIANTS, times, {}, {"tokens": 1}, {IN_PLACE: "ours"})}
+    assert row["ours"]["exposed_ms"] == 1.0
+    assert row["ours"]["exposed_to_stock"] == 0.25
+    assert row["ours"]["to_stock"] == 11 / 14
     assert row[COMPUTE]["exposed_ms"] is None
-    without_stock = {r["variant"]: r for r in rows_of(VARIANTS, {COMPUTE: {"step_ms": 10.0}}, {}, {}, [])}
+    without_stock = {r["variant"]: r for r in rows_of(VARIANTS, {COMPUTE: {"step_ms": 10.0}}, {}, {}, {})}
     assert without_stock[STOCK]["exposed_ms"] is None
     assert without_stock[COMPUTE]["to_stock"] is None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 import weakref
@@ -9,6 +10,8 @@ import weakref
 import pytest
 import torch
 from harness import launch
+
+from tide_strategies.cli.bench_rows import heading, line, write_picture
 
 TUNING = {"sum_ctas": None, "chunk_bytes": None}
 COLLECTIVES = {"shard_bytes": 2**18, "params": 5, **TUNING}
@@ -27,6 +30,7 @@ def _measure(rank, world, arg):
     place = GpuPlace(rank, world, torch.device("cpu"))
     bench_pairs_cuda.CudaEngine, bench_pairs_cuda.CudaGroup = cuda_stand_in.CudaEngine, cuda_stand_in.CudaGroup
     bench_pairs_cuda.sum_kernels = lambda device: None
+    bench_pairs_cuda.cuda = types.SimpleNamespace(order=cuda_stand_in.order)
     bench_pairs_cuda._pushes = lambda place, nbytes: lambda: None
     bench_victims._MANY_WAVES, bench_victims._ELEMENTWISE_BYTES = (64, 64, 64), 2**16
     probe = types.ModuleType("tide_strategies.cli.bench_probe_kernel")
@@ -111,6 +115,20 @@ def test_rows_of_victims_are_complete(ranks):
         assert row["slowdown_percent"] == pytest.approx(100 * (row["beside_ms"] / row["alone_ms"] - 1))
         assert row["covered_percent"] == 100, "collectives are enqueued last, and here run as they are enqueued"
         assert row["collective_beside_ms"] is None, "so none of them ended while the victim ran"
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "rows"),
+    [("collectives", "collectives"), ("interference", "victims"), ("interference", "probe"), ("step", "steps")],
+)
+def test_rows_can_be_written_and_drawn(ranks, benchmark, rows, tmp_path):
+    pytest.importorskip("matplotlib")
+    module = importlib.import_module(f"tide_strategies.cli.bench_{benchmark}")
+    found = ranks[0]["rows"][rows]
+    widths = {len(line(module.columns("cuda"), row)) for row in found}
+    assert widths == {len(heading(module.columns("cuda")))}, "cells fit their columns"
+    assert write_picture(tmp_path / "rows.png", benchmark, module.draw, found)
+    assert (tmp_path / "rows.png").stat().st_size > 1000
 
 
 def test_a_probe_that_meets_nobody_finds_no_sm(ranks):

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = _device(arguments)
     benchmark = importlib.import_module(BENCHMARKS[arguments.what][0])
     counts = arguments.ranks or ([2, 4] if device == "cpu" else [max(2, usable_gpus())])
-    facts = {"benchmark": arguments.what, **environment(device, counts), "command": " ".join(sys.argv)}
+    facts = {"benchmark": arguments.what, **environment(device, counts), "options": _stated(arguments)}
     print(header(facts), flush=True)
     rows: list[Row] = []
     failures: list[Failure] = []
@@ -74,6 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
     if failures:
         print(f"{len(failures)} of the jobs failed: {'; '.join(f.label for f in failures)}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _stated(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Options that decide what is measured, as given or by default."""
+    elsewhere = {"command", "what", "device", "ranks", "json", "plot", "limit"}
+    return {k: v for k, v in vars(arguments).items() if k not in elsewhere and v not in (None, [], False)}
 
 
 def _device(arguments: argparse.Namespace) -> str:

@@ -27,7 +27,7 @@ time by the SMs that it can occupy.
 """
 
 COLUMNS = [
-    Column("collective", "collective"),
+    Column("collective", "collective", room=15),
     Column("ranks", "ranks"),
     Column("shard_mib", "shard MiB", ".2f"),
     Column("params", "params"),

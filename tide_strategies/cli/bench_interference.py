@@ -23,10 +23,10 @@ there was one.
 """
 
 COLUMNS = [
-    Column("victim", "victim"),
-    Column("beside", "beside"),
+    Column("victim", "victim", room=14),
+    Column("beside", "beside", room=20),
     Column("ranks", "ranks"),
-    Column("shape", "shape"),
+    Column("shape", "shape", room=18),
     Column("ctas", "CTAs"),
     Column("waves", "waves", ".2f"),
     Column("alone_ms", "alone ms", ".4f"),

@@ -11,13 +11,14 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from tide_strategies._native import cuda
 from tide_strategies.cli.bench_pairs import Pair, parameter_shapes, stock_copy_out, stock_pack, world_exchange
 from tide_strategies.cli.bench_ranks import Place
 from tide_strategies.collectives.reduce_scatter import BANKS
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.layout import GroupLayout
 from tide_strategies.runtime.cuda.engine import CudaEngine, DeviceSlot
-from tide_strategies.runtime.cuda.group import AUTO_CHUNK_BYTES, AUTO_SUM_CTAS, CudaGroup
+from tide_strategies.runtime.cuda.group import CudaGroup, auto_chunk_bytes, auto_sum_ctas
 from tide_strategies.runtime.cuda.sum_kernels import sum_kernels
 from tide_strategies.runtime.slots import SlotRing
 from tide_strategies.topology import Topology
@@ -39,7 +40,7 @@ def pair(
     Raises:
         ValueError: there is no such collective.
     """
-    ctas, chunk = sum_ctas or AUTO_SUM_CTAS, chunk_bytes or AUTO_CHUNK_BYTES
+    ctas, chunk = sum_ctas or auto_sum_ctas(place.ranks), chunk_bytes or auto_chunk_bytes(shard_bytes // 2)
     if collective == "reduce_scatter":
         return _reduce_scatter(place, shard_bytes, params, ctas, chunk)
     if collective in ("all_gather", "all_gather_cast"):
@@ -104,38 +105,33 @@ def _gather_in_turn(
     for group, views in zip(groups, own, strict=True):  # each takes its slot, which it keeps
         slot = group.occupy()
         torch._foreach_copy_(views, shards)
-        gather.wait_stream(torch.cuda.current_stream())
-        _finish(group, slot, gather, completion, readiness)
+        current = torch.cuda.current_stream().cuda_stream
+        cuda.order(current, gather.cuda_stream)
+        _finish(group, slot, current, gather.cuda_stream, completion.cuda_stream, readiness.cuda_stream)
 
     def call() -> None:
         nonlocal turn
         group, views = groups[turn], own[turn]
         turn = 1 - turn
-        gather.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream().cuda_stream
+        cuda.order(current, gather.cuda_stream)
         slot = group.occupy()
         if cast:
             with torch.cuda.stream(gather):
                 torch._foreach_copy_(views, shards)
-        _finish(group, slot, gather, completion, readiness)
+        _finish(group, slot, current, gather.cuda_stream, completion.cuda_stream, readiness.cuda_stream)
 
     return call
 
 
-def _finish(
-    group: CudaGroup,
-    slot: DeviceSlot,
-    gather: torch.cuda.Stream,
-    completion: torch.cuda.Stream,
-    readiness: torch.cuda.Stream,
-) -> None:
-    """From the own landing to everybody's, then vacate: the events are those of ``fsdp2.cuda_path``."""
-    current = torch.cuda.current_stream()
-    group.send(slot, gather.cuda_stream)
-    completion.wait_stream(gather)
-    group.complete(completion.cuda_stream)
-    current.wait_stream(completion)
-    readiness.wait_stream(current)
-    group.vacate(readiness.cuda_stream)
+def _finish(group: CudaGroup, slot: DeviceSlot, current: int, gather: int, completion: int, readiness: int) -> None:
+    """From the own landing to everybody's, then vacate, on streams by handle: as ``fsdp2.cuda_path`` orders them."""
+    group.send(slot, gather)
+    cuda.order(gather, completion)
+    group.complete(completion)
+    cuda.order(completion, current)
+    cuda.order(current, readiness)
+    group.vacate(readiness)
 
 
 def _own_shards(group: CudaGroup, layout: GroupLayout, rank: int) -> list[torch.Tensor]:
@@ -156,11 +152,10 @@ def _reduce_scatter(place: Place, shard_bytes: int, params: int, ctas: int, chun
     addresses, everything = [g.data_ptr() for g in gradients], tuple(range(params))
 
     def ours() -> None:
-        current = torch.cuda.current_stream()
-        push.wait_stream(current)
-        streams = (push.cuda_stream, current.cuda_stream)
+        streams = (push.cuda_stream, torch.cuda.current_stream().cuda_stream)
+        cuda.order(streams[1], streams[0])
         group.reduce_scatter(everything, Item.BF16, Item.F32, addresses, output.data_ptr(), float(ranks), streams)
-        current.wait_stream(push)
+        cuda.order(*streams)
 
     def stock() -> None:
         stock_pack(gradients, packed, ranks)

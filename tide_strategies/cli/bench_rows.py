@@ -19,16 +19,17 @@ _ENVIRONMENT = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE", "TORCH_SYMM_M
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table: the key in a row, its heading, and how a value is written."""
+    """One column of a table: the key in a row, its heading, how a value is written, and the characters it needs."""
 
     key: str
     title: str
     form: str = ""
+    room: int = 8
 
     @property
     def width(self) -> int:
-        """Characters: room for the heading, and for a few digits."""
-        return max(len(self.title), 7)
+        """Characters: room for the heading and for the values."""
+        return max(len(self.title), self.room)
 
     def cell(self, row: Row) -> str:
         """The value in ``row``; "-" where there is none."""
@@ -38,17 +39,13 @@ class Column:
 
 def heading(columns: Sequence[Column]) -> str:
     """The line above the rows."""
-    return "  ".join([columns[0].title.ljust(_first(columns)), *(c.title.rjust(c.width) for c in columns[1:])])
+    return "  ".join([columns[0].title.ljust(columns[0].width), *(c.title.rjust(c.width) for c in columns[1:])])
 
 
 def line(columns: Sequence[Column], row: Row) -> str:
     """One row; the first column stands left, the others right."""
-    cells = [columns[0].cell(row).ljust(_first(columns)), *(c.cell(row).rjust(c.width) for c in columns[1:])]
+    cells = [columns[0].cell(row).ljust(columns[0].width), *(c.cell(row).rjust(c.width) for c in columns[1:])]
     return "  ".join(cells)
-
-
-def _first(columns: Sequence[Column]) -> int:
-    return max(columns[0].width, 26)
 
 
 def ratio(a: float | None, b: float | None) -> float | None:
@@ -137,4 +134,5 @@ def grouped_bars(
         axes.bar(places, [float("nan") if v is None else v for v in values], width, label=name)
     axes.set_xticks(range(len(labels)), labels, fontsize=8)
     axes.set_ylabel(ylabel)
-    axes.legend(frameon=False, fontsize=8)
+    if series:
+        axes.legend(frameon=False, fontsize=8)

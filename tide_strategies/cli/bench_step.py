@@ -22,7 +22,7 @@ steps of that variant alone, optimizer included, largest rank. "loss" is that of
 """
 
 COLUMNS = [
-    Column("variant", "variant"),
+    Column("variant", "variant", room=27),
     Column("ranks", "ranks"),
     Column("width", "width"),
     Column("depth", "depth"),
@@ -37,8 +37,11 @@ COLUMNS = [
     Column("device_gib", "device GiB", ".2f"),
     Column("loss", "loss", ".6f"),
 ]
-#: (width, depth); deeper stacks of width 8,192 leave no room for all variants on one card.
-_SWEEP = [(1024, 4), (1024, 16), (2048, 4), (2048, 16), (4096, 4), (4096, 16), (8192, 4)]
+#: Device -> (width, depth); deeper stacks of width 8,192 leave no room for all variants on one card.
+_SWEEP = {
+    "cuda": [(1024, 4), (1024, 16), (2048, 4), (2048, 16), (4096, 4), (4096, 16), (8192, 4)],
+    "cpu": [(128, 2), (128, 8), (256, 2), (256, 4)],
+}
 _GPU = {"widths": [4096], "depths": [8], "tokens": [1024, 4096, 16384]}
 _CPU = {"widths": [256], "depths": [2], "tokens": [256]}
 
@@ -51,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depths", type=numbers, help="numbers of blocks, comma separated (GPU: 8)")
     parser.add_argument("--hidden", type=positive, help="width of the SwiGLU (default: about 11/6 of the width)")
     parser.add_argument("--sequence", type=positive, default=4096, help="longest sequence (default: 4096)")
-    parser.add_argument("--sweep", action="store_true", help=f"widths x depths: {_sweep_words()}")
+    parser.add_argument("--sweep", action="store_true", help=f"GPU: widths x depths {_sweep_words()}")
     parser.add_argument("--optimizer", action="store_true", help="time the optimizer too")
     parser.add_argument("--steps", type=positive, default=12, help="timed steps per variant and row (default: 12)")
     parser.add_argument("--variants", help='some of the variants, comma separated, for example "stock FSDP2"')
@@ -65,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _sweep_words() -> str:
-    return ", ".join(f"{width} x {depth}" for width, depth in _SWEEP)
+    return ", ".join(f"{width} x {depth}" for width, depth in _SWEEP["cuda"])
 
 
 def columns(device: str) -> list[Column]:
@@ -80,7 +83,7 @@ def jobs(arguments: argparse.Namespace, device: str) -> list[Job]:
     default = _GPU if device == "cuda" else _CPU
     pairs = [(w, d) for w in arguments.widths or default["widths"] for d in arguments.depths or default["depths"]]
     options = tide_options(arguments.option)
-    variants = arguments.variants.split(",") if arguments.variants else None
+    variants = chosen_variants(arguments.variants)
     return [
         Job(
             f"width {width}, depth {depth}",
@@ -97,8 +100,26 @@ def jobs(arguments: argparse.Namespace, device: str) -> list[Job]:
                 "only": variants,
             },
         )
-        for width, depth in (_SWEEP if arguments.sweep else pairs)
+        for width, depth in (_SWEEP[device] if arguments.sweep else pairs)
     ]
+
+
+def chosen_variants(text: str | None) -> list[str] | None:
+    """Names of variants, comma separated; None for all.
+
+    Raises:
+        TideConfigError: there is no such variant.
+    """
+    from tide_strategies.cli.bench_variants import VARIANTS
+    from tide_strategies.errors import TideConfigError
+
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in VARIANTS:
+            raise TideConfigError(f"--variants: there is no {name!r}; there are: {', '.join(VARIANTS)}")
+    return names
 
 
 def tide_options(texts: Sequence[str]) -> dict[str, Any]:
@@ -129,7 +150,8 @@ def measure(place: Place, tokens: Sequence[int], only: Sequence[str] | None, **w
     times = {count: run.times(count) for count in tokens}
     memory = run.memory(tokens)  # after the timing: by now everything that is loaded lazily is there
     for count in tokens:
-        yield from rows_of(run.names, times[count], memory[count], {**run.about, "tokens": count}, run.notes)
+        about = {**run.about, "tokens": count, "notes": run.notes}
+        yield from rows_of(run.names, times[count], memory[count], about, run.labels)
 
 
 def rows_of(
@@ -137,9 +159,9 @@ def rows_of(
     times: dict[str, Row],
     memory: dict[str, Row],
     about: Row,
-    notes: Sequence[str],
+    labels: dict[str, str],
 ) -> Iterator[Row]:
-    """Put together what was measured of each variant, and its ratios to stock."""
+    """Put together what was measured of each variant, and its ratios to stock; ``labels`` are other names to show."""
     from tide_strategies.cli.bench_variants import COMPUTE, STOCK
 
     def step_ms(name: str) -> float | None:
@@ -150,14 +172,13 @@ def rows_of(
     for name in names:
         exposed = None if name == COMPUTE else _less(step_ms(name), compute)
         yield {
-            "variant": name,
+            "variant": labels.get(name, name),
             **about,
             **times.get(name, {}),
             **memory.get(name, {}),
             "to_stock": ratio(step_ms(name), stock),
             "exposed_ms": exposed,
             "exposed_to_stock": ratio(exposed, stock_exposed),
-            "notes": list(notes),
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from tide_strategies.cli.bench_variants import (
 from tide_strategies.fsdp2.install import options_without_effect
 
 GiB = 2**30
+#: Behind the name of a variant whose option changes nothing here: its row repeats another's.
+NO_EFFECT = " (no effect)"
 _BLOCKS = 3
 _WARM_UP = 2
 _HOST_STEPS = 5
@@ -69,8 +72,10 @@ class StepWork:
             variant = self._build(name)
             if variant is not None:
                 self._variants[name] = variant
-        if SLOT_REUSE in self.names and "reduce_scatter.mode" in options_without_effect(place.device.type):
-            self.notes.append(f"{SLOT_REUSE}: reduce_scatter.mode has no effect yet; the row repeats in-place")
+        #: Names as the table shows them, where they differ.
+        self.labels: dict[str, str] = {}
+        if "reduce_scatter.mode" in options_without_effect(place.device.type):
+            self.labels[SLOT_REUSE] = f"{SLOT_REUSE}{NO_EFFECT}"
 
     def times(self, tokens: int) -> dict[str, Row]:
         """``step_ms`` and ``host_ms`` of each variant that runs here."""
@@ -83,6 +88,9 @@ class StepWork:
                 measured = self._timed_steps(self._variants[name], x, per_block)
                 times[j, block * per_block : (block + 1) * per_block] = torch.tensor(measured, dtype=torch.float64)
         medians = [statistics.median(t.tolist()) for t in slowest_rank(times)]
+        if self.place.rank == 0:  # should the measuring of memory fail, these are not lost
+            words = ", ".join(f"{name} {median:.2f} ms" for name, median in zip(names, medians, strict=True))
+            print(f"  {self.size.width} x {self.size.depth}, {tokens} tokens: {words}", file=sys.stderr, flush=True)
         return {
             name: {"step_ms": median, "host_ms": self._host_ms(self._variants[name], x)}
             for name, median in zip(names, medians, strict=True)
@@ -97,11 +105,9 @@ class StepWork:
         found: dict[int, dict[str, Row]] = {count: {} for count in tokens}
         for name in names:
             before = self._device_in_use()
-            variant = build(name, self.place, self.size, self._options)
+            held = [build(name, self.place, self.size, self._options)]
             for count in tokens:
-                found[count][name] = self._memory_of(variant, count, before)
-            held = [variant]
-            del variant
+                found[count][name] = self._memory_of(held[0], count, before)
             dispose(held, self.place)
         return found
 

@@ -97,9 +97,9 @@ def build(name: str, place: Place, size: ModelSize, options: dict[str, Any]) -> 
         return _sharded(name, place, size, _world_mesh(place))
     if name == SYMM_MEM:
         return _symmetric_memory(place, size)
-    mode = "in_place" if name == IN_PLACE else "slot_reuse"
+    mode = {} if name == IN_PLACE else {"reduce_scatter.mode": "slot_reuse"}
     variant = _sharded(name, place, size, _world_mesh(place))
-    variant.handle = apply_tide(variant.model, {**_OPTIONS, **options, "reduce_scatter.mode": mode})
+    variant.handle = apply_tide(variant.model, {**_OPTIONS, **options, **mode})
     return variant
 
 
