@@ -32,8 +32,8 @@ _CHUNKS = 8
 #: GB/s on an H200: what copy engines push over NVLink to one peer, and what one thread block of the sum reads and
 #: writes, by the number of staged contributions.
 _LINK_GBPS = 395
-_CTA_GBPS = {1: 60, 3: 68}
-_CTA_GBPS_MORE = 70
+_CTA_GBPS = {1: 60, 3: 57}
+_CTA_GBPS_MORE = 55
 
 
 def auto_chunk_bytes(largest_slice: int) -> int:
