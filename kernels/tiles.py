@@ -42,7 +42,7 @@ _RING_BYTES = 160 * _KIB
 #: Triton turns a tile's layout for loads into that for stores through shared memory, at 4 bytes an element of half a
 #: tile at most; and a little for the table's words.
 _SPARE_BYTES = 20 * _KIB
-#: Few threads with many loads each: a thread block's speed is the bytes that it has under way, and the ring holds those.
+#: Few threads with many loads each: the speed is in the bytes under way, and the ring holds those.
 #: On an H200, 4 warps moved 1.1 to 1.5 times as much as 8 or 16.
 _WARPS = 4
 

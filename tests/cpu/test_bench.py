@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from tide_strategies.cli import main as command
-from tide_strategies.cli.bench_interference import jobs as interference_jobs
-from tide_strategies.cli.bench_kernels import KernelActivity, activity_of
-from tide_strategies.cli.bench_model import Block, block_batch, head_width, hidden_width
-from tide_strategies.cli.bench_probe import occupied
-from tide_strategies.cli.bench_rows import Column, header, heading, line, ratio
-from tide_strategies.cli.bench_step import chosen_variants, rows_of, tide_options
-from tide_strategies.cli.bench_step_work import NO_EFFECT
-from tide_strategies.cli.bench_variants import COMPUTE, IN_PLACE, SLOT_REUSE, STOCK, SYMM_MEM, VARIANTS, ModelSize
-from tide_strategies.cli.bench_victims import one_wave_shape
+from tide_strategies.cli.bench.interference import jobs as interference_jobs
+from tide_strategies.cli.bench.kernels import KernelActivity, activity_of
+from tide_strategies.cli.bench.model import Block, block_batch, head_width, hidden_width
+from tide_strategies.cli.bench.probe import occupied
+from tide_strategies.cli.bench.rows import Column, header, heading, line, ratio
+from tide_strategies.cli.bench.step import chosen_variants, rows_of, tide_options
+from tide_strategies.cli.bench.step_work import NO_EFFECT
+from tide_strategies.cli.bench.variants import COMPUTE, IN_PLACE, SLOT_REUSE, STOCK, SYMM_MEM, VARIANTS, ModelSize
+from tide_strategies.cli.bench.victims import one_wave_shape
 from tide_strategies.errors import TideConfigError
 
 PNG = b"\x89PNG"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import launch
 
-from tide_strategies.cli.bench_rows import heading, line, write_picture
+from tide_strategies.cli.bench.rows import heading, line, write_picture
 
 TUNING = {"sum_ctas": None, "chunk_bytes": None}
 COLLECTIVES = {"shard_bytes": 2**18, "params": 5, **TUNING}
@@ -21,19 +21,19 @@ def _measure(rank, world, arg):
     import cuda_stand_in
 
     cuda_stand_in.install()
-    from tide_strategies.cli import bench_collectives, bench_interference, bench_pairs_cuda, bench_step, bench_victims
-    from tide_strategies.cli.bench_ranks import Place
+    from tide_strategies.cli.bench import collectives, interference, pairs_cuda, step, victims
+    from tide_strategies.cli.bench.ranks import Place
 
     class GpuPlace(Place):
         on_gpu = True
 
     place = GpuPlace(rank, world, torch.device("cpu"))
-    bench_pairs_cuda.CudaEngine, bench_pairs_cuda.CudaGroup = cuda_stand_in.CudaEngine, cuda_stand_in.CudaGroup
-    bench_pairs_cuda.sum_kernels = lambda device: None
-    bench_pairs_cuda.cuda = types.SimpleNamespace(order=cuda_stand_in.order)
-    bench_pairs_cuda._pushes = lambda place, nbytes: lambda: None
-    bench_victims._MANY_WAVES, bench_victims._ELEMENTWISE_BYTES = (64, 64, 64), 2**16
-    probe = types.ModuleType("tide_strategies.cli.bench_probe_kernel")
+    pairs_cuda.CudaEngine, pairs_cuda.CudaGroup = cuda_stand_in.CudaEngine, cuda_stand_in.CudaGroup
+    pairs_cuda.sum_kernels = lambda device: None
+    pairs_cuda.cuda = types.SimpleNamespace(order=cuda_stand_in.order)
+    pairs_cuda._pushes = lambda place, nbytes: lambda: None
+    victims._MANY_WAVES, victims._ELEMENTWISE_BYTES = (64, 64, 64), 2**16
+    probe = types.ModuleType("tide_strategies.cli.bench.probe_kernel")
     sys.modules[probe.__name__] = probe
 
     class Kernel:
@@ -48,15 +48,15 @@ def _measure(rank, world, arg):
     probe.note_sm = Kernel()
     names = ("all_gather", "all_gather_cast", "reduce_scatter")
     found = {
-        "collectives": [r for n in names for r in bench_collectives.measure(place, n, 2**18, 5, 3, TUNING)],
+        "collectives": [r for n in names for r in collectives.measure(place, n, 2**18, 5, 3, TUNING)],
         "victims": [
             row
-            for victim in bench_interference.VICTIMS
-            for row in bench_interference.measure(place, victim, (64, 64, 64), COLLECTIVES, 2)
+            for victim in interference.VICTIMS
+            for row in interference.measure(place, victim, (64, 64, 64), COLLECTIVES, 2)
         ],
-        "probe": list(bench_interference.probe(place, COLLECTIVES)),
+        "probe": list(interference.probe(place, COLLECTIVES)),
         "steps": list(
-            bench_step.measure(
+            step.measure(
                 place,
                 tokens=[32],
                 only=["compute only", "stock FSDP2"],
@@ -70,7 +70,7 @@ def _measure(rank, world, arg):
             )
         ),
     }
-    from tide_strategies.cli.bench_variants import IN_PLACE, ModelSize, build, dispose
+    from tide_strategies.cli.bench.variants import IN_PLACE, ModelSize, build, dispose
 
     held = [build(IN_PLACE, Place(rank, world, torch.device("cpu")), ModelSize(32, 64, 1), {})]
     held[0].forward_backward(torch.randn(1, 4, 32).bfloat16())

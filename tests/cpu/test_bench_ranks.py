@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from tide_strategies.cli.bench_ranks import Failure, Job, meet, run_jobs
+from tide_strategies.cli.bench.ranks import Failure, Job, meet, run_jobs
 
 
 def count(place, to):

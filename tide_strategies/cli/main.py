@@ -13,7 +13,7 @@ from tide_strategies.errors import TideError
 #: command -> (module with ``add_arguments(parser)`` and ``run(arguments) -> exit code``, one line of help).
 #: Modules are imported only when their command is used, so the command line starts fast.
 COMMANDS = {
-    "bench": ("tide_strategies.cli.bench", "measure collectives beside the stock path"),
+    "bench": ("tide_strategies.cli.bench.command", "measure collectives beside the stock path"),
     "demo": ("tide_strategies.cli.demo", "train a small language model, stock first, then TIDE, and compare"),
 }
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tide_strategies.cli.bench_ranks import Place, meet
+from tide_strategies.cli.bench.ranks import Place, meet
 
 
 @dataclass(frozen=True)

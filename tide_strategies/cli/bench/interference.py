@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tide_strategies.cli.bench_options import numbers, positive, rank_counts
-from tide_strategies.cli.bench_ranks import Job, Place, Row
-from tide_strategies.cli.bench_rows import Column, grouped_bars
+from tide_strategies.cli.bench.options import numbers, positive, rank_counts
+from tide_strategies.cli.bench.ranks import Job, Place, Row
+from tide_strategies.cli.bench.rows import Column, grouped_bars
 
 ABOUT = """\
 Each row is a kernel (the victim) that runs again and again on one stream while every rank runs a collective in a loop
@@ -75,14 +75,14 @@ def measure(
     place: Place, name: str, one_wave: tuple[int, int, int] | None, collectives: dict[str, Any], repeats: int
 ) -> Iterator[Row]:
     """One victim beside each collective."""
-    from tide_strategies.cli.bench_interference_work import victim_rows
+    from tide_strategies.cli.bench.interference_work import victim_rows
 
     yield from victim_rows(place, name, one_wave, collectives, repeats)
 
 
 def probe(place: Place, collectives: dict[str, Any]) -> Iterator[Row]:
     """Which SMs each collective occupies."""
-    from tide_strategies.cli.bench_probe import probe_rows
+    from tide_strategies.cli.bench.probe import probe_rows
 
     yield from probe_rows(place, collectives)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from tide_strategies.cli.bench_ranks import Place, meet
+from tide_strategies.cli.bench.ranks import Place, meet
 
 _BLOCKS = 3
 #: Calls in a row behind one time on a GPU: the ranks' different starts weigh a tenth.

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from tide_strategies.cli.bench_kernels import KernelActivity, kernel_activity
-from tide_strategies.cli.bench_pairs import Pair
-from tide_strategies.cli.bench_pairs_cuda import pair
-from tide_strategies.cli.bench_ranks import Place, Row, meet
-from tide_strategies.cli.bench_timing import HEAD_START_CYCLES, median_ms, slowest_rank
-from tide_strategies.cli.bench_victims import victim
+from tide_strategies.cli.bench.kernels import KernelActivity, kernel_activity
+from tide_strategies.cli.bench.pairs import Pair
+from tide_strategies.cli.bench.pairs_cuda import pair
+from tide_strategies.cli.bench.ranks import Place, Row, meet
+from tide_strategies.cli.bench.timing import HEAD_START_CYCLES, median_ms, slowest_rank
+from tide_strategies.cli.bench.victims import victim
 
 #: Calls of the victim in a row behind one time.
 _CALLS = 20

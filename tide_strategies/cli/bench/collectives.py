@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tide_strategies.cli.bench_options import positive, rank_counts, sizes
-from tide_strategies.cli.bench_ranks import Job, Place, Row
-from tide_strategies.cli.bench_rows import Column, grouped_bars, ratio
+from tide_strategies.cli.bench.options import positive, rank_counts, sizes
+from tide_strategies.cli.bench.ranks import Job, Place, Row
+from tide_strategies.cli.bench.rows import Column, grouped_bars, ratio
 
 ABOUT = """\
 Each row is one collective over one parameter group, measured for both paths in the same processes, in alternating
@@ -98,15 +98,15 @@ def measure(
     place: Place, collective: str, shard_bytes: int, params: int, repeats: int, tuning: dict[str, Any]
 ) -> Iterator[Row]:
     """Measure one collective for one size."""
-    from tide_strategies.cli.bench_timing import median_ms
+    from tide_strategies.cli.bench.timing import median_ms
 
     with _stream(place):
         if place.on_gpu:
-            from tide_strategies.cli.bench_pairs_cuda import pair as gpu_pair
+            from tide_strategies.cli.bench.pairs_cuda import pair as gpu_pair
 
             pair = gpu_pair(place, collective, shard_bytes, params, **tuning)
         else:
-            from tide_strategies.cli.bench_pairs_cpu import pair as cpu_pair
+            from tide_strategies.cli.bench.pairs_cpu import pair as cpu_pair
 
             pair = cpu_pair(place, collective, shard_bytes, params)
         times = median_ms(place, repeats, {"ours": pair.ours, "stock": pair.stock, "limit": pair.limit})
@@ -127,7 +127,7 @@ def measure(
         row.update(_gpu_host_and_kernels(place, pair, row["notes"]) if place.on_gpu else {})
         pair.close()
         if not place.on_gpu:
-            from tide_strategies.cli.bench_pairs_cpu import host_us
+            from tide_strategies.cli.bench.pairs_cpu import host_us
 
             row["ours_host_us"] = host_us(place, collective, params)
         yield row
@@ -140,8 +140,8 @@ def percent(part: float | None, whole: float | None) -> float | None:
 
 
 def _gpu_host_and_kernels(place: Place, pair: Any, notes: list[str]) -> Row:
-    from tide_strategies.cli.bench_kernels import kernel_activity
-    from tide_strategies.cli.bench_timing import host_us
+    from tide_strategies.cli.bench.kernels import kernel_activity
+    from tide_strategies.cli.bench.timing import host_us
 
     row: Row = {}
     for who, call in (("ours", pair.ours), ("stock", pair.stock)):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tide_strategies import __version__
-from tide_strategies.cli.bench_ranks import Failure, Row
+from tide_strategies.cli.bench.ranks import Failure, Row
 
 _ENVIRONMENT = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from tide_strategies.cli.bench_model import Block, Stack, loss_of
-from tide_strategies.cli.bench_ranks import Place
+from tide_strategies.cli.bench.model import Block, Stack, loss_of
+from tide_strategies.cli.bench.ranks import Place
 from tide_strategies.fsdp2 import apply_tide
 
 _LR = 1e-4

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tide_strategies.cli.bench_ranks import Failure, Job, Row, run_jobs, usable_gpus
-from tide_strategies.cli.bench_rows import environment, header, heading, line, write_json, write_picture
+from tide_strategies.cli.bench.ranks import Failure, Job, Row, run_jobs, usable_gpus
+from tide_strategies.cli.bench.rows import environment, header, heading, line, write_json, write_picture
 from tide_strategies.errors import TideError
 
 #: benchmark -> (module with ``add_arguments``, ``jobs``, ``columns``, ``draw`` and ``ABOUT``, one line of help).
 BENCHMARKS = {
-    "collectives": ("tide_strategies.cli.bench_collectives", "all-gather and reduce-scatter by themselves"),
-    "step": ("tide_strategies.cli.bench_step", "training steps of a Llama-style block stack"),
-    "interference": ("tide_strategies.cli.bench_interference", "how much collectives slow kernels beside them (GPU)"),
+    "collectives": ("tide_strategies.cli.bench.collectives", "all-gather and reduce-scatter by themselves"),
+    "step": ("tide_strategies.cli.bench.step", "training steps of a Llama-style block stack"),
+    "interference": ("tide_strategies.cli.bench.interference", "how much collectives slow kernels beside them (GPU)"),
 }
 _GPU_ONLY = {"interference"}
 

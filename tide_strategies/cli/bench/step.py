@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tide_strategies.cli.bench_options import numbers, positive, rank_counts
-from tide_strategies.cli.bench_ranks import Job, Place, Row
-from tide_strategies.cli.bench_rows import Column, grouped_bars, ratio
+from tide_strategies.cli.bench.options import numbers, positive, rank_counts
+from tide_strategies.cli.bench.ranks import Job, Place, Row
+from tide_strategies.cli.bench.rows import Column, grouped_bars, ratio
 
 ABOUT = """\
 Each row is one way of training the same block stack (RMSNorm, causal grouped-query attention, SwiGLU; bf16 parameters
@@ -78,7 +78,7 @@ def columns(device: str) -> list[Column]:
 
 def jobs(arguments: argparse.Namespace, device: str) -> list[Job]:
     """One job per width and depth; it gives the rows of all variants and token counts."""
-    from tide_strategies.cli.bench_model import hidden_width
+    from tide_strategies.cli.bench.model import hidden_width
 
     default = _GPU if device == "cuda" else _CPU
     pairs = [(w, d) for w in arguments.widths or default["widths"] for d in arguments.depths or default["depths"]]
@@ -110,7 +110,7 @@ def chosen_variants(text: str | None) -> list[str] | None:
     Raises:
         TideConfigError: there is no such variant.
     """
-    from tide_strategies.cli.bench_variants import VARIANTS
+    from tide_strategies.cli.bench.variants import VARIANTS
     from tide_strategies.errors import TideConfigError
 
     if text is None:
@@ -144,7 +144,7 @@ def tide_options(texts: Sequence[str]) -> dict[str, Any]:
 
 def measure(place: Place, tokens: Sequence[int], only: Sequence[str] | None, **work: Any) -> Iterator[Row]:
     """Rows of one model size: for each number of tokens one per variant."""
-    from tide_strategies.cli.bench_step_work import StepWork
+    from tide_strategies.cli.bench.step_work import StepWork
 
     run = StepWork(place, only=only, **work)
     times = {count: run.times(count) for count in tokens}
@@ -162,7 +162,7 @@ def rows_of(
     labels: dict[str, str],
 ) -> Iterator[Row]:
     """Put together what was measured of each variant, and its ratios to stock; ``labels`` are other names to show."""
-    from tide_strategies.cli.bench_variants import COMPUTE, STOCK
+    from tide_strategies.cli.bench.variants import COMPUTE, STOCK
 
     def step_ms(name: str) -> float | None:
         return times.get(name, {}).get("step_ms")

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tide_strategies.cli.bench_interference_work import Noise, Streams, noises, run_beside
-from tide_strategies.cli.bench_ranks import Place, Row
+from tide_strategies.cli.bench.interference_work import Noise, Streams, noises, run_beside
+from tide_strategies.cli.bench.ranks import Place, Row
 
 _PER_SM = 2
 _WARPS = 32
@@ -65,7 +65,7 @@ def occupied(records: torch.Tensor, sms: int, spin_ns: int) -> torch.Tensor:
 
 
 def _launch(place: Place, streams: Streams, noise: Noise | None, sms: int, launches: int) -> torch.Tensor:
-    from tide_strategies.cli.bench_probe_kernel import note_sm
+    from tide_strategies.cli.bench.probe_kernel import note_sm
 
     blocks = _PER_SM * sms
     out = torch.zeros(launches, blocks, 2, dtype=torch.int64, device=place.device)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tide_strategies._native import cuda
-from tide_strategies.cli.bench_pairs import Pair, parameter_shapes, stock_copy_out, stock_pack, world_exchange
-from tide_strategies.cli.bench_ranks import Place
+from tide_strategies.cli.bench.pairs import Pair, parameter_shapes, stock_copy_out, stock_pack, world_exchange
+from tide_strategies.cli.bench.ranks import Place
 from tide_strategies.collectives.reduce_scatter import BANKS
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.layout import GroupLayout

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tide_strategies.cli.bench_model import block_batch
-from tide_strategies.cli.bench_ranks import Place, Row, meet
-from tide_strategies.cli.bench_timing import slowest_rank
-from tide_strategies.cli.bench_variants import (
+from tide_strategies.cli.bench.model import block_batch
+from tide_strategies.cli.bench.ranks import Place, Row, meet
+from tide_strategies.cli.bench.timing import slowest_rank
+from tide_strategies.cli.bench.variants import (
     SLOT_REUSE,
     VARIANTS,
     ModelSize,

@@ -1,0 +1,1 @@
+"""``tide bench``: measurements beside stock, in one run."""
