@@ -123,7 +123,7 @@ def test_rows_of_victims_are_complete(ranks):
 )
 def test_rows_can_be_written_and_drawn(ranks, benchmark, rows, tmp_path):
     pytest.importorskip("matplotlib")
-    module = importlib.import_module(f"tide_strategies.cli.bench_{benchmark}")
+    module = importlib.import_module(f"tide_strategies.cli.bench.{benchmark}")
     found = ranks[0]["rows"][rows]
     widths = {len(line(module.columns("cuda"), row)) for row in found}
     assert widths == {len(heading(module.columns("cuda")))}, "cells fit their columns"

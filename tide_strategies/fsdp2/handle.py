@@ -20,6 +20,7 @@ from tide_strategies.fsdp2 import access
 from tide_strategies.fsdp2.agreement import agree_on_options
 from tide_strategies.fsdp2.guards import check_torch
 from tide_strategies.report import TideReport
+from tide_strategies.runtime.cuda.queues import request_queues
 
 _log = logging.getLogger("tide_strategies")
 
@@ -49,6 +50,7 @@ def apply_tide(model: nn.Module, config: TideConfig | Mapping[str, Any] | None =
         TideFallbackError: ``strict`` and TIDE cannot be used at all here.
     """
     options = TideConfig.from_any(config)
+    request_queues()
     roots = access.outermost_fsdp_modules(model)
     if not roots:
         raise TideConfigError(

@@ -16,6 +16,7 @@ from tide_strategies.integrations.lightning import options as opt
 from tide_strategies.integrations.sharding import ShardingOptions, policy_for_precision, shard_module
 from tide_strategies.integrations.summary import summary_line
 from tide_strategies.report import TideReport
+from tide_strategies.runtime.cuda.queues import request_queues
 
 if TYPE_CHECKING:
     from tide_strategies.fsdp2 import TideHandle
@@ -41,6 +42,7 @@ class TideStrategyBase(_Host):
         **sharding: Any,
     ) -> None:
         """Check all options and keep them; nothing here needs processes or devices."""
+        request_queues()  # before anybody has touched a GPU; processes that the launcher starts inherit it
         self.tide_config = opt.tide_config(tide, options, type(self))
         opt.check_replicate_size(replicate_size)
         opt.check_choice("state_dict_type", state_dict_type, ("full", "sharded"))

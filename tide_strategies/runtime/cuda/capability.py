@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 
 from tide_strategies._native import cuda
+from tide_strategies.runtime.cuda.queues import missing_queues
 
-#: Waits for peers block a hardware queue. With too few, a stream that should send what a peer waits for could share the
-#: queue of one that waits; CUDA's own default is 8.
-_MIN_CONNECTIONS = 32
 #: CUDA 12.0, as the driver writes it: stream memory operations of this kind.
 _MIN_DRIVER = 12000
 
@@ -28,9 +25,9 @@ def missing_capability(device: int) -> str | None:
         return f"{info['name']} has no stream memory operations"
     if not info["posix_fd"]:
         return f"{info['name']} cannot share memory by file descriptor"
-    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    if not connections.isdecimal() or int(connections) < _MIN_CONNECTIONS:
-        return f"CUDA_DEVICE_MAX_CONNECTIONS is {connections or 'not set'}; it must be {_MIN_CONNECTIONS} at the start"
+    queues = missing_queues()
+    if queues is not None:
+        return queues
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     return None
