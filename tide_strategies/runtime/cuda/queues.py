@@ -1,7 +1,7 @@
 """Hardware queues of a GPU, which CUDA shares out among streams when it starts in a process.
 
-A wait for a peer blocks its queue. With too few of them, a stream that should send what a peer waits for could share the
-queue of one that waits.
+A wait for a peer blocks its queue. With too few of them, a stream that should send what a peer waits for could share
+the queue of one that waits.
 """
 
 from __future__ import annotations
