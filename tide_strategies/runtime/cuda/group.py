@@ -21,8 +21,8 @@ from tide_strategies.runtime.group import LandingGroup
 from tide_strategies.runtime.slots import SlotRing
 
 _MIB = 1024 * 1024
-#: About ten microseconds of an NVLink copy, which hides the signal that follows it.
-_SMALLEST_CHUNK = 4 * _MIB
+#: About twenty microseconds of an NVLink copy, in which the host enqueues the next chunk's calls.
+_SMALLEST_CHUNK = 8 * _MIB
 #: Beyond this, larger chunks only make staging larger.
 _LARGEST_CHUNK = 32 * _MIB
 #: Chunks of the largest reduction: few, since each costs the host four calls, but enough that the sum of the last one,
