@@ -354,6 +354,8 @@ class cuda:
             device in their order: it stores totals. Program, control, and the memory that is read and written must stay
             until the device is through.
             """
+        def enqueue_lanes(self, cuda_streams: Sequence[int]) -> None:
+            """Give all streams to the device, in order, each to the CUDA stream (by handle) of its lane."""
 
     class Program:
         """An encoded schedule, as :class:`_native.Program` has it, for the device.
@@ -365,6 +367,8 @@ class cuda:
 
         Args:
             readers: the ranks that "every other rank" stands for; all of the control's if there are none.
+            lanes: a number for each stream: streams of one lane are parts of one, which
+                :meth:`Call.enqueue_lanes` gives to the device in order. By default each is a lane of its own.
         """
 
         def __init__(
@@ -376,13 +380,14 @@ class cuda:
             n_counters: int,
             advance: Sequence[tuple[int, int, int]],
             readers: Sequence[int] = (),
+            lanes: Sequence[int] = (),
         ) -> None: ...
         @property
         def n_ops(self) -> int: ...
         @property
         def n_streams(self) -> int: ...
         def segments(self, stream: int) -> list[tuple[str, int]]:
-            """How a stream reaches the driver: ``copies``, ``pitched``, ``clear``, ``signals``, ``sums``; how many."""
+            """How a stream reaches the driver: ``copies``, ``clear``, ``signals``, ``sums``; how many."""
         @property
         def sum_launches(self) -> int:
             """Kernel launches of a call; 0 before :meth:`set_sum_kernel`."""

@@ -107,6 +107,11 @@ void Call::enqueue(size_t stream_index, uint64_t cuda_stream) const {
   }
 }
 
+void Call::enqueue_lanes(const std::vector<uint64_t>& cuda_streams) const {
+  expect("cuda_streams", cuda_streams.size(), program_->n_lanes());
+  for (size_t s = 0; s < program_->n_streams(); ++s) enqueue(s, cuda_streams[program_->lane_of(s)]);
+}
+
 void Call::enqueue_copies(const Segment& segment, StreamHandle stream) const {
   std::vector<CopyPlace>& places = scratch().places;
   places.clear();

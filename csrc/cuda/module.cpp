@@ -235,16 +235,18 @@ void bind_program(nb::module_& m) {
           throw std::invalid_argument("stream_index is " + std::to_string(stream_index) + "; the program has " +
                                       std::to_string(call.n_streams()) + " streams");
         call.enqueue(static_cast<size_t>(stream_index), cuda_stream);
-      }, "stream_index"_a, "cuda_stream"_a, Released());
+      }, "stream_index"_a, "cuda_stream"_a, Released())
+      .def("enqueue_lanes", &Call::enqueue_lanes, "cuda_streams"_a, Released());
   nb::class_<ProgramHandle>(m, "Program")
       .def("__init__", [](ProgramHandle* self, const nb::bytes& ops, const nb::bytes& sources,
                           std::vector<std::pair<int64_t, int64_t>> streams, int64_t n_bases, int64_t n_counters,
                           const std::vector<std::tuple<int64_t, int64_t, int64_t>>& advance,
-                          const std::vector<int64_t>& readers) {
+                          const std::vector<int64_t>& readers, std::vector<int64_t> lanes) {
         tide::Program::Parts parts{view(ops), view(sources), std::move(streams), n_bases, n_counters, {}};
         for (const auto& [counter, writer, amount] : advance) parts.advance.push_back({counter, writer, amount});
-        new (self) ProgramHandle{std::make_shared<Program>(parts, readers)};
-      }, "ops"_a, "sources"_a, "streams"_a, "n_bases"_a, "n_counters"_a, "advance"_a, "readers"_a = nb::list())
+        new (self) ProgramHandle{std::make_shared<Program>(parts, readers, std::move(lanes))};
+      }, "ops"_a, "sources"_a, "streams"_a, "n_bases"_a, "n_counters"_a, "advance"_a, "readers"_a = nb::list(),
+         "lanes"_a = nb::list())
       .def_prop_ro("n_ops", [](const ProgramHandle& p) { return p.it->table().ops().size(); })
       .def_prop_ro("n_streams", [](const ProgramHandle& p) { return p.it->n_streams(); })
       .def("segments", [](const ProgramHandle& p, int64_t stream) {

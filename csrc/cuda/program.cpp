@@ -1,6 +1,7 @@
 // Cutting a program's streams into segments. Enqueueing is in call.cpp.
 #include "program.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -21,8 +22,19 @@ Segment& continued(std::vector<Segment>& out, Segment::Kind kind, size_t at) {
 
 }  // namespace
 
-Program::Program(const tide::Program::Parts& parts, const std::vector<int64_t>& readers)
-    : table_(parts), notified_(table_.n_counters(), 0) {
+Program::Program(const tide::Program::Parts& parts, const std::vector<int64_t>& readers, std::vector<int64_t> lanes)
+    : table_(parts), lanes_(std::move(lanes)), notified_(table_.n_counters(), 0) {
+  const size_t n = table_.streams().size();
+  if (lanes_.empty())
+    for (size_t s = 0; s < n; ++s) lanes_.push_back(static_cast<int64_t>(s));
+  if (lanes_.size() != n)
+    throw std::invalid_argument("lanes has " + std::to_string(lanes_.size()) + " entries; the program has " +
+                                std::to_string(n) + " streams");
+  for (const int64_t lane : lanes_) {
+    if (lane < 0 || lane >= static_cast<int64_t>(n))
+      throw std::invalid_argument("lanes holds " + std::to_string(lane) + "; allowed: 0 to " + std::to_string(n - 1));
+    n_lanes_ = std::max(n_lanes_, static_cast<size_t>(lane) + 1);
+  }
   for (const int64_t r : readers) {
     if (r < 0 || r >= kMaxRanks)
       throw std::invalid_argument("readers holds " + std::to_string(r) + "; allowed: ranks from 0 to " +
@@ -56,7 +68,7 @@ void Program::compile_stream(size_t stream, std::vector<int64_t>& notifier) {
         clears_.push_back({{op[1], op[2]}, static_cast<size_t>(op[3])});
         break;
       case kNotify:
-        add_notify(i, stream, notifier, out);
+        add_notify(i, lane_of(stream), notifier, out);
         break;
       default:  // kAwait: the decoder admits no other opcode
         continued(out, Segment::kSignals, signals_.size()).waits = true;
@@ -97,13 +109,13 @@ CopyGraph& Program::graph(const Segment& segment, Device& device, const std::vec
 }
 
 // Notifications store totals, so those of one counter must happen in the order of the table.
-void Program::add_notify(size_t index, size_t stream, std::vector<int64_t>& notifier, std::vector<Segment>& out) {
+void Program::add_notify(size_t index, size_t lane, std::vector<int64_t>& notifier, std::vector<Segment>& out) {
   const Op& op = table_.ops()[index];
   const auto counter = static_cast<size_t>(op[1]);
-  if (notifier[counter] >= 0 && notifier[counter] != static_cast<int64_t>(stream))
+  if (notifier[counter] >= 0 && notifier[counter] != static_cast<int64_t>(lane))
     refuse(index, "counter " + std::to_string(counter) + " is notified by stream " + std::to_string(notifier[counter]) +
                       " too; on the device a counter is notified by one stream of a program");
-  notifier[counter] = static_cast<int64_t>(stream);
+  notifier[counter] = static_cast<int64_t>(lane);
   notified_[counter] += static_cast<uint32_t>(op[2]);
   continued(out, Segment::kSignals, signals_.size());
   signals_.push_back({false, static_cast<uint32_t>(counter), 0, op[3], notified_[counter]});

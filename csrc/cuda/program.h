@@ -48,12 +48,15 @@ struct Segment {
 
 class Program {
  public:
-  // `readers`: the ranks that "every other rank" stands for; empty: all of the control's.
-  Program(const tide::Program::Parts& parts, const std::vector<int64_t>& readers);
+  // `readers`: the ranks that "every other rank" stands for; empty: all of the control's. `lanes`: streams with the
+  // same number are parts of one stream, given in order (Call::enqueue_lanes); empty: each is by itself.
+  Program(const tide::Program::Parts& parts, const std::vector<int64_t>& readers, std::vector<int64_t> lanes);
 
   const tide::Program& table() const { return table_; }
   const std::vector<Segment>& segments(size_t stream) const { return streams_[stream]; }
   size_t n_streams() const { return streams_.size(); }
+  size_t lane_of(size_t stream) const { return static_cast<size_t>(lanes_[stream]); }
+  size_t n_lanes() const { return n_lanes_; }
   const std::vector<Copy>& copies() const { return copies_; }
   const std::vector<Clear>& clears() const { return clears_; }
   const std::vector<Signal>& signals() const { return signals_; }
@@ -77,6 +80,8 @@ class Program {
 
   tide::Program table_;
   std::vector<uint32_t> readers_;
+  std::vector<int64_t> lanes_;
+  size_t n_lanes_ = 0;
   std::vector<std::vector<Segment>> streams_;
   std::vector<Copy> copies_;
   std::vector<Clear> clears_;
@@ -99,6 +104,8 @@ class Call {
 
   // Gives one stream of the program to the device; returns at once.
   void enqueue(size_t stream, uint64_t cuda_stream) const;
+  // Gives all streams to the device, in order, each to the CUDA stream of its lane; returns at once.
+  void enqueue_lanes(const std::vector<uint64_t>& cuda_streams) const;
   uint32_t seq() const { return seq_; }
   size_t n_streams() const { return program_->n_streams(); }
 

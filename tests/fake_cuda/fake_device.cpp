@@ -8,6 +8,7 @@
 //   g++ -std=c++17 -O1 -shared -fPIC -pthread -o libcuda.so.1 fake_*.cpp
 //
 // Compiled with FAKE_CUDA_OLD it is a driver before CUDA 12.5: no batched copies, no events on whole contexts.
+// FAKE_CUDA_CONNECTIONS=1: all streams of a device share one hardware queue, which works strictly in order.
 // FAKE_CUDA_DEVICES (2) and FAKE_CUDA_MEMORY (256 MiB a device) are read when the library is initialised.
 #include "world.h"
 
@@ -66,6 +67,8 @@ EXPORT Result cuInit(unsigned) {
     w.legacy.push_back(std::make_shared<Queue>(d));
     std::thread(drain, w.legacy.back()).detach();
   }
+  const char* connections = std::getenv("FAKE_CUDA_CONNECTIONS");
+  if (connections != nullptr && std::strcmp(connections, "1") == 0) w.only = w.legacy;
   w.ready = true;
   return kSuccess;
 }

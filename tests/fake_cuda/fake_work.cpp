@@ -62,6 +62,12 @@ EXPORT Result cuStreamCreateWithPriority(StreamHandle* out, unsigned flags, int 
   ENTER("cuStreamCreateWithPriority");
   NEED_CONTEXT();
   if (flags != kStreamNonBlocking || priority > 0 || priority < -5) return kInvalidValue;
+  if (!world().only.empty()) {
+    std::lock_guard<std::mutex> hold(world().lock);
+    *out = new char;
+    world().streams[*out] = world().only[static_cast<size_t>(context_stack.back()->device)];
+    return kSuccess;
+  }
   auto q = std::make_shared<Queue>(context_stack.back()->device);
   q->priority = priority;
   std::thread(drain, q).detach();
@@ -80,6 +86,7 @@ EXPORT Result cuStreamDestroy_v2(StreamHandle s) {
     q = it->second;
     world().streams.erase(it);
   }
+  if (!world().only.empty()) return kSuccess;
   std::lock_guard<std::mutex> hold(q->lock);
   q->closing = true;
   q->wake.notify_one();

@@ -32,6 +32,11 @@ from stage import (
 )
 
 from tide_strategies._native import cuda
+from tide_strategies.collectives.reduce_scatter import reduce_scatter
+from tide_strategies.collectives.schedule import Item, Space
+from tide_strategies.layout import GroupLayout, ParamShape
+from tide_strategies.runtime.encode import encode
+from tide_strategies.topology import Topology
 
 
 @scenario
@@ -315,6 +320,48 @@ def reduce_in_two_streams():
     finish()
     for r in range(2):
         assert np.array_equal(array(outs[r], np.float32)[:n], (np.arange(2 * n) * 3)[r * n : r * n + n] / np.float32(2))
+
+
+@scenario
+def one_hardware_queue_for_all_streams_is_enough():
+    """However many streams share a queue that works in order, nothing waits for what comes later in it."""
+    ranks = 2
+    layout = GroupLayout((ParamShape(96, 100, 4), ParamShape(7, 30, 4)), ranks)
+    cells = [cuda.Allocation(r, cuda.Control.control_bytes(ranks, 4)) for r in range(ranks)]
+    grads = [[memory(device=r) for _ in layout.params] for r in range(ranks)]
+    staging, outs = ([memory(device=r) for r in range(ranks)] for _ in range(2))
+    rng = np.random.default_rng(1)
+    keep, made = [], []
+    for r in range(ranks):
+        maps = [cuda.Mapping(c, r) for c in cells]
+        made.append(cuda.Control(r, ranks, r, 4, maps[r], [None if p == r else maps[p] for p in range(ranks)]))
+        for shape, g in zip(layout.params, grads[r], strict=True):
+            items = shape.rows * shape.row_items
+            array(g, np.float32)[:items] = rng.integers(-9, 9, items)
+    for r in range(ranks):
+        schedule = reduce_scatter(
+            layout, Topology(1, ranks), r, grad=Item.F32, output=Item.F32, chunk_bytes=4096, interleave=False
+        )
+        assert len(schedule.issue) > 6, "there are chunks enough for one to wait for the sum of an earlier one"
+        encoded = encode(schedule, len(layout.params), cuda.Program)
+        encoded.program.set_sum_kernel(kernel(1, FP32, FP32, 4), 128, 0, 8, 4, 128, 2, device=r)
+        where = {Space.STAGING: lambda at: staging[at].address, Space.OUTPUT: lambda at, r=r: outs[r].address}
+        bases = [g.address for g in grads[r]] + [where[space](at) for space, _, at in encoded.bases]
+        numbers = {"consumed": 0, "pushed": 1}
+        counters = [numbers[c.name] + c.index for c in encoded.counters]
+        streams = cuda.Stream(r, 0), cuda.Stream(r, 0)
+        keep.append((encoded, streams))
+        for _ in range(3):
+            encoded.program.begin(made[r], bases, counters, 5, 1.0).enqueue_lanes([s.handle for s in streams])
+    until(lambda: all(c.outstanding() == 0 for c in made))
+    for r in range(ranks):
+        finish(r)
+        for p, shape in enumerate(layout.params):
+            n = layout.valid_items(p, r)
+            first = r * layout.shard_items(p)
+            want = sum(array(grads[k][p], np.float32)[first : first + n] for k in range(ranks))
+            at = layout.output_offset(p)
+            assert np.array_equal(array(outs[r], np.float32)[at : at + n], want), (r, shape)
 
 
 if __name__ == "__main__":

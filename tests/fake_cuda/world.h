@@ -95,6 +95,7 @@ struct World {
   std::set<Physical*> physical;
   std::map<uint64_t, Range> ranges;
   std::set<FakeFunction*> functions;
+  std::vector<std::shared_ptr<Queue>> only;  // with FAKE_CUDA_CONNECTIONS=1: the one queue of each device
   std::map<std::string, uint64_t> calls;
   unsigned last_grid = 0;
 };

@@ -67,6 +67,13 @@ def test_drivers_before_cuda_13_serve_too(old_driver, file, scenario):
     python(str(FAKE / f"{file}.py"), scenario, TIDE_LIBCUDA=str(old_driver))
 
 
+@pytest.mark.parametrize("connections", ["1", "8"])
+def test_streams_may_share_hardware_queues(driver, connections):
+    name = "one_hardware_queue_for_all_streams_is_enough"
+    scenarios = str(FAKE / "program_scenarios.py")
+    python(scenarios, name, TIDE_LIBCUDA=str(driver), FAKE_CUDA_CONNECTIONS=connections)
+
+
 def test_without_a_driver_the_reason_is_given(tmp_path):
     missing = probe(TIDE_LIBCUDA=str(tmp_path / "none.so"))
     assert "'available': False" in missing

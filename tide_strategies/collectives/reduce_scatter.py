@@ -7,6 +7,7 @@ Padding is never sent: owners know what is padding and zero it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -39,6 +40,9 @@ def pushed(owner: int) -> Counter:
 
 #: Grows when the writer has summed a chunk out of its own staging.
 CONSUMED = Counter("consumed")
+
+
+Issue = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +107,17 @@ def reduce_scatter(
     if chunk_bytes <= 0 or chunk_bytes % PIECE_ALIGNMENT:
         raise ValueError(f"chunk_bytes must be a positive multiple of {PIECE_ALIGNMENT}; got {chunk_bytes}")
     build = _Builder(layout, topology, rank, grad, output, chunk_bytes)
+    streams, issue = build.interleaved() if interleave else build.side_by_side()
     advance = {(pushed(o), w): n for o, n in build.counts.items() for w in build.senders(o)}
     advance.update({(CONSUMED, o): n for o, n in build.counts.items()})
     return Schedule(
         name="reduce-scatter",
         rank=rank,
         ranks=topology.ranks,
-        streams={"main": tuple(build.interleaved())} if interleave else build.side_by_side(),
+        streams=streams,
         advance={key: n for key, n in advance.items() if n},
         memory={(Space.STAGING, 0): BANKS * (topology.ranks - 1) * chunk_bytes},
+        issue=issue,
     )
 
 
@@ -127,19 +133,24 @@ class _Builder:
     def senders(self, owner: int) -> list[int]:
         return [r for r in range(self.ranks) if r != owner]
 
-    def interleaved(self) -> Iterator[Op]:
-        """Push one chunk ahead of the sums, so that peers seldom wait."""
-        yield from self._push(0)
-        for c in range(self._steps):
-            yield from self._push(c + 1)
-            yield from self._sum(c)
-        yield from self._zero_padding()
+    def interleaved(self) -> tuple[dict[str, tuple[Op, ...]], Issue]:
+        """Everything on one stream."""
+        return {"main": tuple(op for _, ops in self._in_order() for op in ops)}, ()
 
-    def side_by_side(self) -> dict[str, tuple[Op, ...]]:
+    def side_by_side(self) -> tuple[dict[str, tuple[Op, ...]], Issue]:
         """All pushes on one stream, all sums on another; the counters keep them in step."""
-        push = tuple(op for c in range(self._steps) for op in self._push(c))
-        sums = tuple(op for c in range(self._steps) for op in self._sum(c))
-        return {"push": push, "sum": (*self._zero_padding(), *sums)}
+        ordered = [(stream, op) for stream, ops in self._in_order() for op in ops]
+        streams = {name: tuple(op for stream, op in ordered if stream == name) for name in ("push", "sum")}
+        runs = itertools.groupby(ordered, key=lambda item: item[0])
+        return streams, tuple((stream, sum(1 for _ in run)) for stream, run in runs)
+
+    def _in_order(self) -> Iterator[tuple[str, tuple[Op, ...]]]:
+        """Push one chunk ahead of the sums: no operation waits for one that a rank has later in this order."""
+        yield "sum", tuple(self._zero_padding())
+        yield "push", tuple(self._push(0))
+        for c in range(self._steps):
+            yield "push", tuple(self._push(c + 1))
+            yield "sum", tuple(self._sum(c))
 
     @property
     def _steps(self) -> int:

@@ -185,6 +185,9 @@ class Schedule:
         streams: operations per stream, in an order in which one thread may run the streams one after another.
         advance: what one call adds to the cell of each (counter, writer).
         memory: bytes that every rank must provide of each (space, index) that is not an argument of the call.
+        issue: (stream, number of operations) again and again: an order in which all operations can be given to queues
+            that work in order, with nothing ever waiting for what is given later, on any rank. Empty: stream by stream.
+            Whoever enqueues in this order cannot deadlock, however many streams share a queue.
     """
 
     name: str
@@ -193,3 +196,4 @@ class Schedule:
     streams: Mapping[str, tuple[Op, ...]]
     advance: Mapping[tuple[Counter, int], int]
     memory: Mapping[tuple[Space, int], int] = field(default_factory=dict)
+    issue: tuple[tuple[str, int], ...] = ()

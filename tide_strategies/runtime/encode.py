@@ -49,7 +49,8 @@ class Encoded:
         bases: memory behind each base address after the inputs, in order.
         inputs: number of INPUT addresses that come first.
         counters: the counter behind each local counter number.
-        streams: number of each named stream.
+        streams: number of each named stream. A schedule with an order of issue is cut into pieces, which only
+            ``Call.enqueue_lanes`` runs; the number is then the stream's lane.
         operations: the operation behind each native operation, for messages.
     """
 
@@ -70,11 +71,12 @@ def encode(schedule: Schedule, inputs: int, program_type: Callable[..., Any] = _
     table = _Table(inputs)
     streams: dict[str, int] = {}
     ranges: list[tuple[int, int]] = []
-    for name, ops in schedule.streams.items():
+    lanes: list[int] = []
+    for name, ops in _pieces(schedule):
         first = len(table.operations)
         for op in ops:
             table.add(op)
-        streams[name] = len(ranges)
+        lanes.append(streams.setdefault(name, len(streams)))
         ranges.append((first, len(table.operations) - first))
     advance = [(table.counter(c), writer, amount) for (c, writer), amount in schedule.advance.items()]
     program = program_type(
@@ -84,8 +86,23 @@ def encode(schedule: Schedule, inputs: int, program_type: Callable[..., Any] = _
         inputs + len(table.bases),
         len(table.counters),
         advance,
+        **({"lanes": lanes} if schedule.issue else {}),
     )
     return Encoded(program, tuple(table.bases), inputs, tuple(table.counters), streams, tuple(table.operations))
+
+
+def _pieces(schedule: Schedule) -> Iterator[tuple[str, tuple[Op, ...]]]:
+    """Streams, or their parts, in the order in which they are issued."""
+    if not schedule.issue:
+        yield from schedule.streams.items()
+        return
+    done = dict.fromkeys(schedule.streams, 0)
+    for name, count in schedule.issue:
+        start, done[name] = done[name], done[name] + count
+        yield name, schedule.streams[name][start : done[name]]
+    left = [name for name, count in done.items() if count != len(schedule.streams[name])]
+    if left:
+        raise ValueError(f"the order of issue leaves operations of {', '.join(left)} out, or has more than there are")
 
 
 class _Table:

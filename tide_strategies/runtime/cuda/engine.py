@@ -149,6 +149,10 @@ class CudaCollective:
             counters = self._counters[slot] = [engine.book.counter(c, slot) for c in self._encoded.counters]
         return self._encoded.program.begin(engine.control, [*inputs, *others], counters, tag, divisor)
 
+    def enqueue_all(self, call: cuda.Call, cuda_streams: dict[str, int]) -> None:
+        """Enqueue all streams of a call whose schedule has an order of issue, in that order. Returns at once."""
+        call.enqueue_lanes([cuda_streams[name] for name in self._encoded.streams])
+
     def enqueue(self, call: cuda.Call, stream: str, cuda_stream: int) -> None:
         """Enqueue one stream of a call on the CUDA stream with this handle. Returns at once."""
         call.enqueue(self._encoded.streams[stream], cuda_stream)

@@ -164,8 +164,7 @@ class CudaGroup(LandingGroup):
             reduction = self._reductions[key] = self._build_reduction(*key)
         collective = reduction.collective
         call = collective.begin(gradients, collective.addresses(output=output_address), reduction.tag, 0, divisor)
-        collective.enqueue(call, "push", streams[0])
-        collective.enqueue(call, "sum", streams[1])
+        collective.enqueue_all(call, {"push": streams[0], "sum": streams[1]})
         self.reduce_scatters.calls += 1
         self.reduce_scatters.bytes += reduction.bytes
 
