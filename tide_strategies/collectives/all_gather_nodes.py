@@ -130,8 +130,8 @@ class _Builder:
             out[signals.gathered(r.step), source] = len(self._parts(r))
             if r.step:
                 out[signals.clear(r.step), target] = 1
-            if not (self.interleave and r.step):
-                out[signals.stage_free(r.step), target] = 1
+            else:
+                out[signals.STAGE_FREE, target] = 1
         if not self.interleave:
             out[signals.FORWARDED, self.rank] = 1
             if not self.adopted:
@@ -201,8 +201,8 @@ class _Builder:
             yield from self._await_parts(stream, self.rounds[r.step - 1], 1)
             yield Notify(signals.clear(r.step), self._peer(r.source))
             yield Await(signals.clear(r.step), self._peer(r.target), 1)
-        if not (self.interleave and r.step):  # one thread gives this leave only when its stage is free
-            yield Await(signals.stage_free(r.step), self._peer(r.target), 0)
+        else:  # the heads that later rounds wait for come from one who waited for this
+            yield Await(signals.STAGE_FREE, self._peer(r.target), 0)
         for before in self.rounds[: r.step]:
             if before.first < r.slots:
                 yield from self._await_parts(stream, before, len(self._parts(before)))
@@ -260,7 +260,6 @@ class _Builder:
             yield Notify(LANDED)
         if not self.interleave:
             yield Await(signals.FORWARDED, self.rank, 1)
-        for r in self.rounds[: 1 if self.interleave else None]:
-            yield Notify(signals.stage_free(r.step), self._peer(r.source))
+        yield Notify(signals.STAGE_FREE, self._peer(self.rounds[0].source))
         if not self.interleave and not self.adopted:
             yield Notify(signals.RELEASED, self.rank)

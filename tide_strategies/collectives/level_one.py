@@ -25,6 +25,13 @@ class Partial:
     dst: Ref
 
 
+Around = Callable[[Partial], Iterator[Op]]
+
+
+def _nothing(_: Partial) -> Iterator[Op]:
+    return iter(())
+
+
 class LevelOne:
     """Builds one rank's pushes and sums for a list of partials, in order and alike on all ranks of a node."""
 
@@ -36,6 +43,7 @@ class LevelOne:
         self.row_pitch = chunk_bytes // self.local_ranks // PIECE_ALIGNMENT * PIECE_ALIGNMENT
         #: Chunks of each owner so far, by local rank.
         self.made = [0] * self.local_ranks
+        self._known_consumed: dict[int, int] = {}
 
     def target(self, c: int) -> int:
         """Destination node of contributor step ``c``."""
@@ -45,16 +53,27 @@ class LevelOne:
         """The sub-slice that local rank ``local`` owns in step ``c`` (equation 7)."""
         return (local + self.plan.placement(c)) % self.local_ranks
 
-    def form(
-        self,
-        partials: Sequence[Partial],
-        before: Callable[[Partial], Iterator[Op]],
-        after: Callable[[Partial], Iterator[Op]],
-    ) -> tuple[list[list[Op]], list[list[Op]]]:
-        """Pushes and sums step by step: step i of one list and step i of the other may run side by side.
+    def interleaved(self, partials: Sequence[Partial]) -> Iterator[Op]:
+        """Pushes one chunk ahead of the sums, for one thread."""
+        pushes, sums = self._form(partials, _nothing, _nothing, one_thread=True)
+        for i, ops in enumerate(sums):
+            if i == 0:
+                yield from pushes[0] if pushes else ()
+            yield from pushes[i + 1] if i + 1 < len(pushes) else ()
+            yield from ops
 
-        ``before`` and ``after`` give what else the sums of a partial begin and end with.
-        """
+    def side_by_side(self, partials: Sequence[Partial], before: Around, after: Around) -> tuple[list[Op], list[Op]]:
+        """Pushes and sums; ``before`` and ``after`` give what else the sums of a partial begin and end with."""
+        pushes, sums = self._form(partials, before, after, one_thread=False)
+        return [op for step in pushes for op in step], [op for step in sums for op in step]
+
+    def all_summed(self) -> None:
+        """Note that all peers are known to have summed all chunks so far."""
+        self._known_consumed = dict(enumerate(self.made))
+
+    def _form(
+        self, partials: Sequence[Partial], before: Around, after: Around, *, one_thread: bool
+    ) -> tuple[list[list[Op]], list[list[Op]]]:
         owners = [self._chunks(partials, local) for local in range(self.local_ranks)]
         steps = max((len(c) for c in owners), default=0)
         pushes: list[list[Op]] = [[] for _ in range(steps)]
@@ -63,8 +82,14 @@ class LevelOne:
                 owner = (self.local + turn) % self.local_ranks
                 if i < len(owners[owner]):
                     pushes[i] += self._push(owner, self.made[owner] + i, *owners[owner][i])
-        sums = self._sums(partials, owners[self.local], before, after)
+        # A peer pushes chunk i before it sums chunk i - 1, and one thread has waited for that sum in order to push
+        # chunk i + 1: then there is no need to wait for the push.
+        ahead = {w: len(owners[self.slices.topology.local_of(w)]) - 1 if one_thread else 0 for w in self.peers}
+        sums = self._sums(partials, owners[self.local], before, after, ahead)
         sums += [[] for _ in range(steps - len(sums))]
+        if one_thread and owners[self.local]:
+            # Whoever pushed the first of these chunks had summed all chunks before.
+            self._known_consumed = {o: max(self._known_consumed.get(o, -1), n) for o, n in enumerate(self.made)}
         for local, chunks in enumerate(owners):
             self.made[local] += len(chunks)
         return pushes, sums
@@ -82,8 +107,9 @@ class LevelOne:
         self,
         partials: Sequence[Partial],
         chunks: list[tuple[Partial, tuple[Piece, ...]]],
-        before: Callable[[Partial], Iterator[Op]],
-        after: Callable[[Partial], Iterator[Op]],
+        before: Around,
+        after: Around,
+        ahead: dict[int, int],
     ) -> list[list[Op]]:
         own: dict[Partial, list[tuple[Piece, ...]]] = {}
         for partial, pieces in chunks:
@@ -93,7 +119,9 @@ class LevelOne:
         number = self.made[self.local]
         for partial in partials:
             for n, pieces in enumerate(own.get(partial, ())):
-                steps.append([*(before(partial) if n == 0 else ()), *self._sum(number, partial, pieces)])
+                step = number - self.made[self.local]
+                new = [w for w in self.peers if step == 0 or step >= ahead[w]]
+                steps.append([*(before(partial) if n == 0 else ()), *self._sum(number, partial, pieces, new)])
                 number += 1
             (steps[-1] if steps else first).extend(after(partial))
         if first:
@@ -114,7 +142,10 @@ class LevelOne:
     def _push(self, owner: int, number: int, partial: Partial, pieces: tuple[Piece, ...]) -> Iterator[Op]:
         owner_rank = self.node * self.local_ranks + owner
         # The bank was last used BANKS chunks ago, or by an earlier call, whose chunks may have used any bank.
-        yield Await(CONSUMED, owner_rank, max(0, number - BANKS + 1))
+        count = max(0, number - BANKS + 1)
+        if count > self._known_consumed.get(owner, -1):
+            self._known_consumed[owner] = count
+            yield Await(CONSUMED, owner_rank, count)
         for piece in pieces:
             pitch = self.slices.layout.shard_items(piece.p) * self.grad.size
             parts = [(0, piece.items, piece.rows)] if piece.rows else []
@@ -125,8 +156,8 @@ class LevelOne:
                 yield Copy(src, dst, items, self.grad, self.grad, rows, pitch, self.row_pitch)
         yield Notify(pushed(owner), owner_rank)
 
-    def _sum(self, number: int, partial: Partial, pieces: tuple[Piece, ...]) -> Iterator[Op]:
-        yield from (Await(pushed(self.local), w, number + 1) for w in self.peers)
+    def _sum(self, number: int, partial: Partial, pieces: tuple[Piece, ...], new: Sequence[int]) -> Iterator[Op]:
+        yield from (Await(pushed(self.local), w, number + 1) for w in new)
         dst = partial.dst
         for piece in pieces:
             for row, items in piece.lines():

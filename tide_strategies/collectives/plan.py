@@ -123,6 +123,54 @@ def stale(plan: BasePlan) -> Iterator[tuple[Wave, frozenset[int]]]:
         last[wave.generation] = filled
 
 
+def freed_by(plan: BasePlan, own_in_inbox: bool) -> list[int | None]:
+    """Of each wave, the wave whose landing makes room for it: the last one before it in the same inbox.
+
+    -1 and below count from the end of the call before, which had the same waves. None: the wave needs no inbox, since
+    it is only the own node's, which lands from where it is (unless ``own_in_inbox``).
+    """
+    waves = list(plan.waves())
+    using = [w for w in waves if w.rounds or own_in_inbox]
+    out: list[int | None] = []
+    for wave in waves:
+        same = [w.index for w in using if w.generation == wave.generation]
+        before = [i for i in same if i < wave.index]
+        out.append((before[-1] if before else same[-1] - len(waves)) if wave in using else None)
+    return out
+
+
+def credited(plan: BasePlan, own_in_inbox: bool) -> list[frozenset[int]]:
+    """Of each wave, the contributors that may send only with a credit from their destination.
+
+    A send needs its destination to have landed the wave that was in the same inbox before. Partials that arrived since
+    then prove it for their senders, and for everybody of whom these knew it when they sent; arrivals are awaited round
+    by round, in the same order everywhere.
+    """
+    waves, m = list(plan.waves()), plan.nodes
+    everyone = (1 << m) - 1
+    needed: list[frozenset[int]] = []
+    for wave, landed in zip(waves, freed_by(plan, own_in_inbox), strict=True):
+        known = 0  # bit d: a node knows it of node n + d
+        for i in range(wave.index if landed is None else landed + 1, wave.index):
+            for ready in waves[i].rounds:  # a negative i is a wave of the call before
+                known = _learnt(known, ready, m, everyone)
+        out = set()
+        for ready in wave.rounds:
+            out |= {c for c in ready if not known >> c & 1}
+            known = _learnt(known, ready, m, everyone)
+        needed.append(frozenset(out))
+    return needed
+
+
+def _learnt(known: int, ready: range, nodes: int, everyone: int) -> int:
+    """What a node knows after a round: what its senders knew before it, and that they sent."""
+    out = known
+    for c in ready:
+        seen = known | 1  # the sender knows it of itself; it is node n - c
+        out |= (seen >> c | seen << (nodes - c)) & everyone
+    return out
+
+
 def refusals(plan: BasePlan) -> tuple[str, ...]:
     """Why a plan must not run: empty if it may.
 

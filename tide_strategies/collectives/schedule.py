@@ -103,7 +103,7 @@ class Put:
     """Send ``nbytes`` to rank ``dst.at`` over the rail, then add 1 to the own cell of ``signal`` there.
 
     The stream goes on when the source has been read; that the bytes arrived, only ``signal`` tells. Puts of one stream
-    to one rank arrive in order, puts to different ranks in any.
+    to one rank with one signal arrive in order, others in any.
     """
 
     src: Ref
@@ -152,7 +152,7 @@ class Zero:
 class Notify:
     """Add 1 to the own cell of a counter, as rank ``to`` sees it (NODE: every rank of this node).
 
-    To a rank of another node it travels like a put without bytes: after the puts of this stream to that rank.
+    To a rank of another node it travels like a put without bytes, in order with the puts that have the same signal.
     """
 
     counter: Counter

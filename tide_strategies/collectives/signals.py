@@ -12,6 +12,8 @@ from tide_strategies.collectives.schedule import Counter
 FILLED = Counter("filled")
 #: The writer has landed a wave out of the inboxes of its node. Read by the node.
 EMPTIED = Counter("emptied")
+#: The writer's stage may be written again. Read by its sender of the first doubling round.
+STAGE_FREE = Counter("stage_free")
 #: Of the writer to itself, between its streams: one more partial is summed.
 SUMMED = Counter("summed")
 #: Of the writer to itself, between its streams: the own shards are in the stage.
@@ -45,11 +47,6 @@ def gathered(step: int) -> Counter:
 def clear(step: int) -> Counter:
     """The writer has the heads of the round before: its sender of round ``step`` may begin."""
     return Counter("clear", step)
-
-
-def stage_free(step: int) -> Counter:
-    """The writer's stage may be written again by its sender of round ``step``."""
-    return Counter("stage_free", step)
 
 
 def opened(step: int) -> Counter:

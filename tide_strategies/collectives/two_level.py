@@ -8,16 +8,17 @@ Streams: ``read`` and ``network`` for one thread that runs them in this order (o
 ``push``, ``sum`` and ``network`` side by side. Gradients may be freed when the streams but ``network`` are through; for
 one thread and an outbox smaller than a call, when ``network`` is.
 
-Calls of one engine alternate between two banks, and all use one (M, L, wave_width).
+Calls of one engine alternate between two banks, and all use one plan but for ``slot_reuse``: a credit that one plan
+needs, another may not give.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from tide_strategies.collectives import signals
 from tide_strategies.collectives.level_one import LevelOne, Partial
-from tide_strategies.collectives.plan import BasePlan, Wave, refusals, stale
+from tide_strategies.collectives.plan import BasePlan, Wave, credited, freed_by, refusals, stale
 from tide_strategies.collectives.reduce_scatter import BANKS, CONSUMED, pushed
 from tide_strategies.collectives.schedule import (
     NODE,
@@ -128,6 +129,8 @@ class _Builder:
         self.peers = self.level_one.peers
         self.waves = list(plan.waves())
         self.zeroed = [blocks for _, blocks in stale(plan)] if multicast else [frozenset[int]()] * len(self.waves)
+        self.credited = credited(plan, multicast)
+        self.freed_by = freed_by(plan, multicast)
         self.blocks = plan.outbox_blocks()
         # Remote partials in the order in which they are sent, J = 0, 1, ...; the own ones may not wait for a block.
         remote = [self._remote(j) for j in range(plan.remote)]
@@ -142,29 +145,29 @@ class _Builder:
 
     def streams(self) -> dict[str, list[Op]]:
         if self.interleave:
-            return {"read": list(self._interleaved(self.early)), "network": list(self._network())}
+            return {"read": list(self.level_one.interleaved(self.early)), "network": list(self._network())}
         push: list[Op] = []
         sums: list[Op] = []
         for partials in (self.early, self.late):
-            pushes, added = self.level_one.form(partials, self._before, self._after)
-            push += [op for step in pushes for op in step]
-            sums += [op for step in added for op in step]
+            pushes, added = self.level_one.side_by_side(partials, self._before, self._after)
+            push += pushes
+            sums += added
         # The first block and spare were last used two calls ago.
         return {"push": push, "sum": [Await(signals.sent(self.bank), self.rank, 0), *sums], "network": [*self._network()]}
 
     def advance(self) -> dict[tuple[Counter, int], int]:
         """What one call adds to every cell that this rank waits for."""
-        waves, checked = len(self.waves), len(self._checked)
         out: dict[tuple[Counter, int], int] = {}
         for w in self.peers:
             out[pushed(self.local), w] = self.level_one.made[self.local]
             out[CONSUMED, w] = self.level_one.made[self.topology.local_of(w)]
-            out[signals.FILLED, w] = waves
-            out[signals.EMPTIED, w] = checked
+            out[signals.FILLED, w] = self._fills
+            out[signals.EMPTIED, w] = self._empties
         for w in self.topology.rail_ranks(self.rank):
             if w != self.rank:
                 out[signals.arrived(self.node), w] = self.plan.passes
-                out[signals.credit(self.node), w] = self.plan.passes
+                c = (self.topology.node_of(w) - self.node) % self.plan.nodes
+                out[signals.credit(self.node), w] = sum(c in needed for needed in self.credited)
         if not self.interleave:
             out[signals.SUMMED, self.rank] = len(self.position)
             out[signals.sent(self.bank), self.rank] = len(self.heard) + 1
@@ -188,12 +191,6 @@ class _Builder:
         """Whether waves are added up beside the output, which would round every sum on the way."""
         return self.output is not Item.F32 and self.plan.waves_per_pass > 1
 
-    @property
-    def _checked(self) -> list[int]:
-        """Waves after which somebody needs to know that the node's inboxes are empty."""
-        n = len(self.waves)
-        return [i for i in range(n) if i + 2 < n or i == n - 1]
-
     def _remote(self, j: int) -> Partial:
         part, c = divmod(j, self.plan.nodes - 1)
         offset = j % self.blocks * self.slices.block_bytes
@@ -205,15 +202,6 @@ class _Builder:
         return [number for number, size in enumerate(sizes) for _ in range(size)]
 
     # Read phase.
-
-    def _interleaved(self, partials: Sequence[Partial]) -> Iterator[Op]:
-        """Push one chunk ahead of the sums, so that peers seldom wait."""
-        pushes, sums = self.level_one.form(partials, lambda _: iter(()), lambda _: iter(()))
-        for i, ops in enumerate(sums):
-            if i == 0:
-                yield from pushes[0] if pushes else ()
-            yield from pushes[i + 1] if i + 1 < len(pushes) else ()
-            yield from ops
 
     def _before(self, partial: Partial) -> Iterator[Op]:
         """Wait until the block's last partial left it, side by side."""
@@ -228,19 +216,10 @@ class _Builder:
     # Network phase.
 
     def _network(self) -> Iterator[Op]:
-        self._summed = 0
-        late = list(self.late)
-        number = 0
+        self._summed = self._fills = self._empties = self._sends = 0
         for wave in self.waves:
             for ready in wave.rounds:
                 yield from self._round(wave, ready)
-                if not self.interleave and number in self.heard:
-                    yield Notify(signals.sent(self.bank), self.rank)
-                number += 1
-                if self.interleave:
-                    # What the round sent makes room for as many partials.
-                    yield from self._interleaved(late[: len(ready)])
-                    del late[: len(ready)]
             yield from self._land(wave)
         yield from self._zero_padding()
         if not self.interleave:
@@ -258,7 +237,8 @@ class _Builder:
             peer = self.topology.rank(target, self.local)
             partial = self.remote[wave.part * (self.plan.nodes - 1) + c - 1]
             yield from self._await_sum(partial)
-            yield Await(signals.credit(self.node), peer, self._credits_before(wave, c))
+            if c in self.credited[wave.index]:
+                yield Await(signals.credit(self.node), peer, self._credits_before(wave, c))
             s = self.level_one.subslice(c, self.local)
             dst = Ref(Space.INBOX, wave.generation, s * self.slices.block_bytes, peer)
             nbytes = self.slices.live_bytes(target, s, wave.part)
@@ -266,33 +246,49 @@ class _Builder:
                 yield Put(partial.dst, dst, nbytes, signals.arrived(target))
             else:
                 yield Notify(signals.arrived(target), peer)
+        # What was sent makes room for as many partials, while the transfers are under way.
+        if self.interleave:
+            yield from self.level_one.interleaved(self.late[self._sends : self._sends + len(ready)])
+        elif self.round_of[self._sends] in self.heard:
+            yield Notify(signals.sent(self.bank), self.rank)
+        self._sends += len(ready)
         for c in ready:
             sender = self.topology.rank((self.node - c) % self.plan.nodes, self.local)
             yield Await(signals.arrived(self.node), sender, wave.part + 1)
 
     def _credits_before(self, wave: Wave, c: int) -> int:
-        """Credits of this call that a send needs: none for the first two waves, whose inboxes earlier calls freed."""
-        unearned = sum(1 for w in self.waves[:2] if c in w.contributors)
-        return max(0, wave.part - unearned + 1) if wave.index >= 2 else 0
+        """Credits of this call that a send waits for: none where the call before gave the last one."""
+        earned = [i for i, by in enumerate(self.freed_by) if by is not None and by >= 0 and c in self.credited[i]]
+        return sum(i <= wave.index for i in earned) if wave.index in earned else 0
 
     def _land(self, wave: Wave) -> Iterator[Op]:
         """Complete the own inbox, land the wave out of the node's inboxes, and pass them on."""
-        yield from self._complete(wave)
-        if self.peers:
+        completed = list(self._complete(wave))
+        yield from completed
+        if self.peers and (wave.rounds or completed or self.multicast):
+            self._fills += 1
             yield Notify(signals.FILLED)
-        yield from (Await(signals.FILLED, w, wave.index + 1) for w in self.peers)
+            yield from (Await(signals.FILLED, w, self._fills) for w in self.peers)
+            if self.interleave:
+                self.level_one.all_summed()
         first, last = wave.contributors.start == 1, wave.contributors.stop > self.plan.nodes
         for turn in range(self.topology.local_ranks):  # every rank begins with another inbox
             s = (self.local + turn) % self.topology.local_ranks
             yield from self._land_subslice(wave, s, first, last)
-        if wave.index not in self._checked:
-            return
-        if self.peers:
-            yield Notify(signals.EMPTIED)
-        yield from (Await(signals.EMPTIED, w, self._checked.index(wave.index) + 1) for w in self.peers)
+        yield from self._free(wave.index)
+
+    def _free(self, landed: int) -> Iterator[Op]:
+        """Let remote ranks into the inbox of a wave: for a later one of this call, or for the next call."""
         n = len(self.waves)
-        freed = [self.waves[wave.index + 2]] if wave.index + 2 < n else self.waves[:2]
-        for c in (c for w in freed for c in w.remote):
+        freed = [self.credited[i] for i, by in enumerate(self.freed_by) if by in (landed, landed - n)]
+        credits = [c for needed in freed for c in sorted(needed)]
+        # Peers read the own spare until they have landed. One thread hears of that in time by what they push.
+        spare = landed + 1 == n and not self.multicast and not self.interleave
+        if self.peers and (credits or spare):
+            self._empties += 1
+            yield Notify(signals.EMPTIED)
+            yield from (Await(signals.EMPTIED, w, self._empties) for w in self.peers)
+        for c in credits:
             sender = (self.node - c) % self.plan.nodes
             yield Notify(signals.credit(sender), self.topology.rank(sender, self.local))
 

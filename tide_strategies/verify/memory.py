@@ -8,7 +8,7 @@ the elements that come after.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tide_strategies.verify.violation import Violation
@@ -81,60 +81,59 @@ class Memory:
     def read(self, actor: Actor, begin: int, nbytes: int) -> list[Run]:
         """What lies in ``nbytes`` bytes from ``begin``; runs that go on are joined."""
         out: list[Run] = []
-        for segment in self._range(actor, begin, nbytes, "reads"):
+        first, end = self._range(actor, begin, nbytes)
+        for segment in self._segments[first:end]:
             if segment.writer >= 0 and not actor.knows(segment.writer, segment.written):
-                raise Violation("race", f"{actor.name} reads {self.name}+{begin}, unsynchronised with the write of "
-                                f"{self._names[segment.writer]}")
+                self._conflict(actor, "reads", begin, "write", segment.writer)
             segment.reads[actor.number] = actor.tick
             run = segment.run
             if out and run.follows(out[-1]):
-                out[-1].nbytes += run.nbytes
+                last = out[-1]
+                out[-1] = Run(last.nbytes + run.nbytes, last.terms, last.skip, last.size)
             else:
-                out.append(run.at(0, run.nbytes))
+                out.append(run)
         return out
 
-    def write(self, actor: Actor, begin: int, runs: Iterable[Run]) -> None:
+    def write(self, actor: Actor, begin: int, runs: Sequence[Run]) -> None:
         """Put runs one after another at ``begin``."""
-        runs = list(runs)
-        nbytes = sum(run.nbytes for run in runs)
-        for segment in self._range(actor, begin, nbytes, "writes"):
+        first, end = self._range(actor, begin, sum(run.nbytes for run in runs))
+        for segment in self._segments[first:end]:
             if segment.writer >= 0 and not actor.knows(segment.writer, segment.written):
-                self._conflict(actor, begin, "write", segment.writer)
+                self._conflict(actor, "writes", begin, "write", segment.writer)
             for reader, tick in segment.reads.items():
                 if not actor.knows(reader, tick):
-                    self._conflict(actor, begin, "read", reader)
-        if not nbytes:
+                    self._conflict(actor, "writes", begin, "read", reader)
+        if len(runs) == 1 and end == first + 1:
+            self._segments[first] = _Segment(runs[0], actor.number, actor.tick, {})
             return
-        first, last = self._index(begin), self._index(begin + nbytes - 1)
         starts, segments, at = [], [], begin
         for run in runs:
             if run.nbytes:
                 starts.append(at)
                 segments.append(_Segment(run, actor.number, actor.tick, {}))
                 at += run.nbytes
-        self._starts[first : last + 1] = starts
-        self._segments[first : last + 1] = segments
+        self._starts[first:end] = starts
+        self._segments[first:end] = segments
 
-    def forget(self) -> None:
-        """The contents are gone (freed and handed out anew); who accessed them still counts."""
-        for segment in self._segments:
-            segment.run = Run(segment.run.nbytes, None)
-
-    def _conflict(self, actor: Actor, begin: int, what: str, other: int) -> None:
-        message = f"{actor.name} writes {self.name}+{begin}, unsynchronised with the {what} of {self._names[other]}"
+    def _conflict(self, actor: Actor, does: str, begin: int, what: str, other: int) -> None:
+        message = f"{actor.name} {does} {self.name}+{begin}, unsynchronised with the {what} of {self._names[other]}"
         raise Violation("race", message)
 
     def _index(self, at: int) -> int:
         return bisect_right(self._starts, at) - 1
 
-    def _range(self, actor: Actor, begin: int, nbytes: int, does: str) -> Iterator[_Segment]:
+    def _range(self, actor: Actor, begin: int, nbytes: int) -> tuple[int, int]:
+        """Numbers [first, end) of the segments that make up the bytes."""
         if begin < 0 or begin + nbytes > self.nbytes:
-            raise Violation("bounds", f"{actor.name} {does} {self.name} [{begin}, {begin + nbytes}) of {self.nbytes}")
-        if nbytes:
-            self._split(begin)
-            self._split(begin + nbytes)
-            first, end = self._index(begin), self._index(begin + nbytes - 1) + 1
-            yield from self._segments[first:end]
+            raise Violation("bounds", f"{actor.name} uses {self.name} [{begin}, {begin + nbytes}) of {self.nbytes}")
+        if not nbytes:
+            return 0, 0
+        i = bisect_right(self._starts, begin) - 1
+        if self._starts[i] == begin and self._segments[i].run.nbytes == nbytes:
+            return i, i + 1
+        self._split(begin)
+        self._split(begin + nbytes)
+        return self._index(begin), self._index(begin + nbytes - 1) + 1
 
     def _split(self, at: int) -> None:
         if at >= self.nbytes:
