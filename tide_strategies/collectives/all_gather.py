@@ -78,7 +78,9 @@ def all_gather(
     if topology.nodes != 1:
         from tide_strategies.collectives.all_gather_nodes import all_gather_nodes  # it builds on this module
 
-        return all_gather_nodes(layout, topology, rank, shard_items, shared_landing=shared_landing, interleave=interleave)
+        return all_gather_nodes(
+            layout, topology, rank, shard_items, shared_landing=shared_landing, interleave=interleave
+        )
     if topology.ranks != layout.ranks or len(shard_items) != len(layout.params):
         raise ValueError(
             f"layout of {layout.ranks} ranks and {len(layout.params)} parameters does not fit "

@@ -72,6 +72,7 @@ def all_gather_nodes(
         if item.size != shape.itemsize and (adopted or (item, shape.itemsize) not in _CAST):
             how = "adopted shards are not cast" if adopted else "no cast"
             raise ValueError(f"{how} from a shard of {item.value} to landing items of {shape.itemsize} bytes")
+    stage = topology.nodes * slot_offsets(layout)[-1]
     build = _Builder(layout, topology, rank, shard_items, shared_landing, interleave, adopted, head_bytes)
     return Schedule(
         name="all-gather",
@@ -79,7 +80,7 @@ def all_gather_nodes(
         ranks=topology.ranks,
         streams={name: tuple(ops) for name, ops in build.streams().items()},
         advance=build.advance(),
-        memory={(Space.STAGE, 0): n for n in [topology.nodes * build.slot_bytes] if n},
+        memory={(Space.STAGE, 0): stage} if stage else {},
     )
 
 

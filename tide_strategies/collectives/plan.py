@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 #: What ``tide verify --base-plans`` goes through (paper, appendix D), with L = 8.
 BASE_NODES, BASE_WIDTHS, BASE_ROUNDS, BASE_LOCAL_RANKS = range(2, 1025), range(1, 9), range(1, 33), 8
@@ -197,7 +197,7 @@ def _out_of_range(plan: BasePlan) -> str:
     return ""
 
 
-@lru_cache(maxsize=None)
+@cache
 def _placement(nodes: int, local_ranks: int, wave_width: int, passes: int) -> tuple[str, ...]:
     plan = BasePlan(nodes, local_ranks, wave_width, wave_width, passes=passes)
     out: list[str] = []
@@ -220,7 +220,7 @@ def _placement(nodes: int, local_ranks: int, wave_width: int, passes: int) -> tu
     return tuple(out)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _rounds(nodes: int, wave_width: int, round_width: int, passes: int) -> tuple[tuple[str, ...], int]:
     """What is wrong with the rounds, and the most partials of two consecutive ones."""
     plan = BasePlan(nodes, wave_width, wave_width, round_width, passes=passes)

@@ -153,7 +153,11 @@ class _Builder:
             push += pushes
             sums += added
         # The first block and spare were last used two calls ago.
-        return {"push": push, "sum": [Await(signals.sent(self.bank), self.rank, 0), *sums], "network": [*self._network()]}
+        return {
+            "push": push,
+            "sum": [Await(signals.sent(self.bank), self.rank, 0), *sums],
+            "network": [*self._network()],
+        }
 
     def advance(self) -> dict[tuple[Counter, int], int]:
         """What one call adds to every cell that this rank waits for."""

@@ -11,91 +11,28 @@ its signal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 from tide_strategies.collectives.schedule import (
     NODE,
     SELF,
     Await,
     Copy,
-    Counter,
     Land,
     Notify,
     Op,
     Put,
     Record,
     Ref,
-    Schedule,
     Space,
     Sum,
     WaitEvent,
     Zero,
 )
-from tide_strategies.verify.memory import Actor, Memory, Run, Term
+from tide_strategies.verify.memory import Actor, Memory, Run, added, cast
+from tide_strategies.verify.steps import Act, Call, Cell, Do, Join, Mark, Step
 from tide_strategies.verify.violation import Violation
 
-#: Counters of which every landing slot has its own.
-PER_SLOT = {"vacated", "opened"}
-#: A counter as one call means it: name, index, landing slot.
-Bound = tuple[str, int, int]
-Cell = tuple[Bound, int]
-
-
-@dataclass(eq=False)
-class Call:
-    """One rank's call of a collective.
-
-    Args:
-        schedule: what it does.
-        number: place in the order of calls, alike on all ranks.
-        inputs: memory behind INPUT p, and the byte where it begins.
-        landing: memory slot behind LANDING.
-        output: memory behind OUTPUT.
-    """
-
-    schedule: Schedule
-    number: int
-    inputs: Sequence[tuple[str, int]] = ()
-    landing: int = 0
-    output: str = ""
-    totals: dict[Cell, int] = field(default_factory=dict)
-
-    def bind(self, counter: Counter) -> Bound:
-        """The counter itself, or its landing slot's."""
-        return counter.name, counter.index, self.landing if counter.name in PER_SLOT else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Do:
-    """A step that runs one stream of a call."""
-
-    call: Call
-    stream: str
-
-
-@dataclass(frozen=True, slots=True)
-class Act:
-    """A step of the caller: uses memory as the acting thread."""
-
-    action: Callable[[Actor], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A point that other threads of the rank may join."""
-
-    key: object
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """Go on after a marked point."""
-
-    key: object
-
-
-Step = Do | Act | Mark | Join
 #: What a release passes on: a clock, and (thread, tick) beyond it.
 _Release = tuple[list[int], tuple[tuple[int, int], ...]]
 
@@ -270,10 +207,10 @@ class Machine:
     def _reached(self, key: object, value: int) -> bool:
         if value == 0:
             return key in self._marks or isinstance(key[0], tuple)  # type: ignore[index]
-        return len(self.cells.get(key, ())) >= value  # type: ignore[arg-type,call-overload]
+        return len(self.cells.get(key, ())) >= value  # type: ignore[call-overload]
 
     def _describe(self, key: object, value: int) -> str:
-        return f"{key} of {value} ({len(self.cells.get(key, ()))} there)"  # type: ignore[arg-type,call-overload]
+        return f"{key} of {value} ({len(self.cells.get(key, ()))} there)"  # type: ignore[call-overload]
 
     def _in_audience(self, thread: _Thread, cell: Cell) -> None:
         to, writer = self.audience[cell], cell[1]
@@ -316,9 +253,11 @@ class Machine:
             (source,) = self._memories(thread.rank, call, op.src)
             for target in self._memories(thread.rank, call, op.dst):
                 for row in range(op.rows):
-                    runs = source.read(thread, self._base(call, op.src) + row * op.src_pitch, op.items * op.src_item.size)
+                    runs = source.read(
+                        thread, self._base(call, op.src) + row * op.src_pitch, op.items * op.src_item.size
+                    )
                     if op.src_item is not op.dst_item:
-                        runs = [_cast(run, op.src_item.size, op.dst_item.size) for run in runs]
+                        runs = [cast(run, op.src_item.size, op.dst_item.size) for run in runs]
                     target.write(thread, op.dst.offset + row * op.dst_pitch, runs)
         elif isinstance(op, Put):
             self._put(thread, call, op)
@@ -370,8 +309,10 @@ class Machine:
         if step:
             head = self._heads.get((op.dst.at, call.number, step - 1))
             if head is None or not thread.knows(*head):
-                raise Violation("incast", f"{thread.name} sends round {step} to rank {op.dst.at} before it has round "
-                                f"{step - 1}'s head")
+                raise Violation(
+                    "incast",
+                    f"{thread.name} sends round {step} to rank {op.dst.at} before it has round {step - 1}'s head",
+                )
 
     def _add(self, thread: _Thread, call: Call, op: Sum | Land) -> None:
         size = op.src_item.size if isinstance(op, Sum) else 4
@@ -384,7 +325,7 @@ class Machine:
             for memory in self._memories(thread.rank, call, source):
                 out.append(memory.read(thread, self._base(call, source), op.items * size))
                 sizes.append(size)
-        target.write(thread, op.dst.offset, _added(thread, out, sizes, op.items, dst_size))
+        target.write(thread, op.dst.offset, added(thread, out, sizes, op.items, dst_size))
 
     def _notify(self, actor: Actor, cell: Cell, to: int, release: _Release) -> None:
         if self.audience.setdefault(cell, to) != to:
@@ -396,31 +337,3 @@ class Machine:
         self._last[cell] = actor
         releases.append(release)
         self._woken.add(cell)
-
-
-def _cast(run: Run, old: int, new: int) -> Run:
-    return Run(run.nbytes // old * new, run.terms, run.skip // old * new, new)
-
-
-def _added(thread: Actor, sources: list[list[Run]], sizes: list[int], items: int, dst_size: int) -> list[Run]:
-    """Runs of the sums of several sources' runs."""
-    out: list[Run] = []
-    where = [[0, 0] for _ in sources]  # run, bytes of it that are used up
-    done = 0
-    while done < items:
-        step = min((runs[i].nbytes - used) // size for runs, (i, used), size in zip(sources, where, sizes, strict=True))
-        if step < 1:
-            raise Violation("result", f"{thread.name} adds parts of elements")
-        terms: list[Term] = []
-        for n, (runs, size) in enumerate(zip(sources, sizes, strict=True)):
-            i, used = where[n]
-            part = runs[i].at(used, step * size)
-            if part.terms is None:
-                raise Violation("unwritten", f"{thread.name} adds what nobody wrote")
-            if part.terms and (part.size != size or part.skip % size):
-                raise Violation("result", f"{thread.name} adds items of {size} bytes that were written otherwise")
-            terms += part.first() or ()
-            where[n] = [i + 1, 0] if used + step * size == runs[i].nbytes else [i, used + step * size]
-        out.append(Run(step * dst_size, tuple(terms), 0, dst_size))
-        done += step
-    return out

@@ -147,3 +147,32 @@ class Memory:
         self._segments[i] = _Segment(head, old.writer, old.written, dict(old.reads))
         self._segments.insert(i + 1, _Segment(tail, old.writer, old.written, old.reads))
         self._starts.insert(i + 1, at)
+
+
+def cast(run: Run, old: int, new: int) -> Run:
+    """The run with items of ``new`` bytes instead of ``old``."""
+    return Run(run.nbytes // old * new, run.terms, run.skip // old * new, new)
+
+
+def added(thread: Actor, sources: list[list[Run]], sizes: list[int], items: int, dst_size: int) -> list[Run]:
+    """Runs of the sums of several sources' runs."""
+    out: list[Run] = []
+    where = [[0, 0] for _ in sources]  # run, bytes of it that are used up
+    done = 0
+    while done < items:
+        step = min((runs[i].nbytes - used) // size for runs, (i, used), size in zip(sources, where, sizes, strict=True))
+        if step < 1:
+            raise Violation("result", f"{thread.name} adds parts of elements")
+        terms: list[Term] = []
+        for n, (runs, size) in enumerate(zip(sources, sizes, strict=True)):
+            i, used = where[n]
+            part = runs[i].at(used, step * size)
+            if part.terms is None:
+                raise Violation("unwritten", f"{thread.name} adds what nobody wrote")
+            if part.terms and (part.size != size or part.skip % size):
+                raise Violation("result", f"{thread.name} adds items of {size} bytes that were written otherwise")
+            terms += part.first() or ()
+            where[n] = [i + 1, 0] if used + step * size == runs[i].nbytes else [i, used + step * size]
+        out.append(Run(step * dst_size, tuple(terms), 0, dst_size))
+        done += step
+    return out

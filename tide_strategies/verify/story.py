@@ -19,8 +19,9 @@ from tide_strategies.collectives.schedule import Item, Schedule
 from tide_strategies.collectives.subslices import SubSlices
 from tide_strategies.layout import GroupLayout
 from tide_strategies.topology import Topology
-from tide_strategies.verify.machine import Act, Call, Do, Join, Machine, Mark, Step
+from tide_strategies.verify.machine import Machine
 from tide_strategies.verify.memory import Actor, Run
+from tide_strategies.verify.steps import Act, Call, Do, Join, Mark, Step
 from tide_strategies.verify.violation import Violation
 
 #: Changes a rank's schedule before it is used: (kind of call, its number, schedule) -> schedule.

@@ -138,9 +138,7 @@ class Workload:
         return story.gather(layout, items, slot, adopted=self.adopted, head_bytes=self.head_bytes)
 
     def _reduce(self, story: Story, layout: GroupLayout, inside: Gathered | None) -> Reduced:
-        return story.reduce(
-            layout, output=self.output, chunk_bytes=self.chunk_bytes, plan=self.plan, inside=inside
-        )
+        return story.reduce(layout, output=self.output, chunk_bytes=self.chunk_bytes, plan=self.plan, inside=inside)
 
 
 def variants(workload: Workload) -> Iterator[Workload]:
