@@ -299,7 +299,8 @@ class _Builder:
     def _complete(self, wave: Wave) -> Iterator[Op]:
         """What the own inbox lacks once the remote partials are in: the own node's, and zeros."""
         for block in sorted((self.local + b) % self.topology.local_ranks for b in self.zeroed[wave.index]):
-            nbytes = self.slices.live_bytes(self.node, block, wave.part)
+            # Whatever pass it is landed in before a partial comes.
+            nbytes = max(self.slices.live_bytes(self.node, block, q) for q in range(self.plan.passes))
             if nbytes:
                 yield Zero(Ref(Space.INBOX, wave.generation, block * self.slices.block_bytes), nbytes)
         if self.plan.nodes not in wave.contributors:

@@ -26,7 +26,7 @@ class Workload:
         plan: of the reduce-scatters; None on a single node.
         interleave: one thread per rank.
         multicast: one write or one reduction reaches all of a node.
-        shared_landing: the ranks of a node have one landing; never with ``multicast``.
+        shared_landing: the ranks of a node have one landing; never with ``multicast`` or ``slot_reuse``.
         ahead: a call is issued before the one before it is finished.
         adopted: all-gathers read packed shards in place.
         slot_reuse: in a step, gradients lie in the landing slot.
@@ -58,7 +58,7 @@ class Workload:
         story = Story(
             self.topology,
             interleave=self.interleave,
-            shared_landing=self.shared_landing and not self.multicast,
+            shared_landing=self.shared_landing and not self.multicast and not self.slot_reuse,
             multicast=self.multicast,
             change=change,
         )
@@ -130,6 +130,7 @@ class Workload:
             if self.interleave:
                 story.finish(pending.pop())
         story.use(current)
+        story.vacate(current)
         for reduced in pending:
             story.finish(reduced)
 
