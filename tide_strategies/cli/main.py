@@ -15,6 +15,7 @@ from tide_strategies.errors import TideError
 COMMANDS = {
     "bench": ("tide_strategies.cli.bench.command", "measure collectives beside the stock path"),
     "demo": ("tide_strategies.cli.demo", "train a small language model, stock first, then TIDE, and compare"),
+    "verify": ("tide_strategies.cli.verify", "prove schedules right without running them"),
 }
 
 

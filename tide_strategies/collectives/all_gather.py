@@ -50,26 +50,37 @@ def reuse(topology: Topology, rank: int) -> Schedule:
 
 
 def all_gather(
-    layout: GroupLayout, topology: Topology, rank: int, shard_items: Sequence[Item], *, shared_landing: bool = True
+    layout: GroupLayout,
+    topology: Topology,
+    rank: int,
+    shard_items: Sequence[Item],
+    *,
+    shared_landing: bool = True,
+    interleave: bool = True,
 ) -> Schedule:
-    """Build rank's schedule of the single-node all-gather with direct landing.
+    """Build rank's schedule of the all-gather with direct landing.
 
     INPUT p is rank's padded shard of parameter p with elements ``shard_items[p]``; LANDING 0 is the group's landing.
     A shard whose element differs from the landing's is cast on the way (fp32 masters to bf16).
 
     Args:
         layout: the group's geometry.
-        topology: one node.
+        topology: one node, or several (``all_gather_nodes``).
         rank: whose schedule.
         shard_items: element of each shard.
         shared_landing: the node's ranks see one landing (one write reaches all: shared memory, or multicast);
             otherwise each has its own, and peers are written to one by one.
+        interleave: across nodes, one stream for one thread; otherwise streams side by side.
 
     Raises:
-        ValueError: if the topology has several nodes or does not fit the layout, or a cast is not f32 <-> bf16.
+        ValueError: if the topology does not fit the layout, or a cast is not f32 <-> bf16.
     """
     if topology.nodes != 1:
-        raise ValueError(f"this all-gather serves one node; the topology is {topology}")
+        from tide_strategies.collectives.all_gather_nodes import all_gather_nodes  # it builds on this module
+
+        return all_gather_nodes(
+            layout, topology, rank, shard_items, shared_landing=shared_landing, interleave=interleave
+        )
     if topology.ranks != layout.ranks or len(shard_items) != len(layout.params):
         raise ValueError(
             f"layout of {layout.ranks} ranks and {len(layout.params)} parameters does not fit "

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tide_strategies.collectives.plan import BasePlan
 from tide_strategies.collectives.schedule import (
     Await,
     Copy,
@@ -86,20 +87,37 @@ def reduce_scatter(
     output: Item,
     chunk_bytes: int,
     interleave: bool = True,
+    plan: BasePlan | None = None,
+    bank: int = 0,
+    multicast: bool = False,
 ) -> Schedule:
-    """Build rank's schedule of the single-node reduce-scatter.
+    """Build rank's schedule of the reduce-scatter.
 
     INPUT p is the unsharded gradient of parameter p, contiguous (D, K) elements ``grad``; OUTPUT 0 is the packed shard
     of ``layout.output_items`` elements ``output``; STAGING 0 of every rank holds ``memory[STAGING, 0]`` bytes.
     With ``interleave`` one stream ``main`` alternates pushes and sums, one chunk apart, for a single thread to run;
-    without, ``push`` and ``sum`` run side by side.
+    without, ``push`` and ``sum`` run side by side. Across nodes, ``plan``, ``bank`` and ``multicast`` count too
+    (``two_level.reduce_scatter_nodes``).
 
     Raises:
-        ValueError: if the topology has several nodes or does not fit the layout, if ``grad`` or ``output`` is not
+        ValueError: if the topology does not fit the layout, if ``grad`` or ``output`` is not
             F32 or BF16, or if ``chunk_bytes`` is not a positive multiple of 16.
     """
     if topology.nodes != 1:
-        raise ValueError(f"this reduce-scatter serves one node; the topology is {topology}")
+        from tide_strategies.collectives.two_level import reduce_scatter_nodes  # it builds on this module
+
+        return reduce_scatter_nodes(
+            layout,
+            topology,
+            rank,
+            grad=grad,
+            output=output,
+            chunk_bytes=chunk_bytes,
+            plan=plan,
+            bank=bank,
+            interleave=interleave,
+            multicast=multicast,
+        )
     if topology.ranks != layout.ranks:
         raise ValueError(f"layout of {layout.ranks} ranks does not fit topology {topology}")
     if grad.raw or output.raw:

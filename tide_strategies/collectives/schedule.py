@@ -60,6 +60,7 @@ class Space(Enum):
     OUTBOX = "outbox"  # node partials waiting for their rail
     INBOX = "inbox"  # node partials that arrived
     SPARE = "spare"  # own-node partials that may not land yet
+    RUNNING = "running"  # fp32 sum of the waves landed so far, where the output is narrower
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,11 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Send ``nbytes`` to rank ``dst.at`` over the rail, then add 1 to the own cell of ``signal`` there."""
+    """Send ``nbytes`` to rank ``dst.at`` over the rail, then add 1 to the own cell of ``signal`` there.
+
+    The stream goes on when the source has been read; that the bytes arrived, only ``signal`` tells. Puts of one stream
+    to one rank with one signal arrive in order, others in any.
+    """
 
     src: Ref
     dst: Ref
@@ -122,7 +127,10 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Land:
-    """Fold fp32 node partials into dst in the order given (one multimem.ld_reduce where multicast exists)."""
+    """Fold fp32 node partials into dst in the order given.
+
+    A source at NODE means the sum of that address over all ranks of the node: one multimem.ld_reduce.
+    """
 
     dst: Ref
     sources: tuple[Ref, ...]
@@ -142,7 +150,10 @@ class Zero:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Add 1 to the own cell of a counter, as rank ``to`` sees it (NODE: every rank of this node)."""
+    """Add 1 to the own cell of a counter, as rank ``to`` sees it (NODE: every rank of this node).
+
+    To a rank of another node it travels like a put without bytes, in order with the puts that have the same signal.
+    """
 
     counter: Counter
     to: int = NODE
