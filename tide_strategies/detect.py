@@ -55,7 +55,7 @@ FALLBACKS: dict[str, tuple[str, str]] = {
     ),
     "TIDE-F022": ("the configuration keeps stock collectives (plan: stock)", "set plan: auto"),
     "TIDE-F023": (
-        "the configured topology {} has several nodes, whose schedules are not in this version",
+        "the configured topology {} has several nodes, which GPUs cannot stand for yet",
         "set topology: auto",
     ),
     "TIDE-F024": (

@@ -18,12 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tide_strategies import apply_tide
-from tide_strategies.collectives.reduce_scatter import BANKS
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.exchange import process_group_exchange
-from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, GroupCollectives
+from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, GroupCollectives, needed_memory
 from tide_strategies.runtime.slots import SlotRing
 from tide_strategies.topology import Topology
 
@@ -103,7 +102,7 @@ def runtime(
     exchange = process_group_exchange(dist.group.WORLD, 30.0, "the test")
     engine = Engine(exchange, rank, Topology(1, world), slots=slots, timeout_s=30.0)
     ring = SlotRing(lambda: engine.add_slot(layout.landing_bytes, "ring"), slots)
-    engine.ensure_staging(BANKS * (world - 1) * chunk_bytes)
+    engine.reserve(needed_memory([layout], engine.topology, rank, chunk_bytes))
     try:
         yield GroupCollectives(engine, "test", layout, items, ring, chunk_bytes)
     finally:

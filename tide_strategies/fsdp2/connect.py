@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tide_strategies.collectives.reduce_scatter import BANKS, PIECE_ALIGNMENT
-from tide_strategies.config import TideConfig
+from tide_strategies.config import TideConfig, TopologyConfig
 from tide_strategies.errors import TideConfigError
 from tide_strategies.fsdp2.cpu_path import CpuPath
 from tide_strategies.fsdp2.eligibility import shard_item
@@ -17,7 +17,7 @@ from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tenso
 from tide_strategies.layout import GroupLayout, align
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.exchange import Exchange, process_group_exchange
-from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, GroupCollectives
+from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, GroupCollectives, needed_memory
 from tide_strategies.runtime.slots import Slot, SlotRing
 from tide_strategies.topology import Topology
 
@@ -57,11 +57,11 @@ def connect(ranks: dist.ProcessGroup, members: Sequence[Member], config: TideCon
 
 def _connect_cpu(exchange: Exchange, ranks: dist.ProcessGroup, members: Sequence[Member], config: TideConfig) -> Engine:
     size, chunk_bytes = ranks.size(), _chunk_bytes(config, AUTO_CHUNK_BYTES)
-    slots = len(members) + config.all_gather.slots
-    engine = Engine(exchange, ranks.rank(), Topology(1, size), slots=slots, timeout_s=config.timeout_s)
+    slots, topology = len(members) + config.all_gather.slots, stated_topology(config, size)
+    engine = Engine(exchange, ranks.rank(), topology, slots=slots, timeout_s=config.timeout_s)
     try:
         homes = _homes(engine, members, config)
-        engine.ensure_staging(BANKS * (size - 1) * chunk_bytes)
+        engine.reserve(needed_memory((m.layout for m in members), topology, ranks.rank(), chunk_bytes))
     except BaseException:
         engine.close()
         raise
@@ -122,6 +122,12 @@ def _connect_cuda(
         member.binding = GroupBinding(CudaPath(collectives, streams, landing), config.all_gather.cache)
         adopt(member.group, landing_tensors(member.group, member.layout, window), member.binding)
     return engine
+
+
+def stated_topology(config: TideConfig, ranks: int) -> Topology:
+    """The topology of a sharding group of this host: one node, or the virtual nodes that the user states."""
+    stated = config.topology
+    return Topology(stated.nodes, stated.gpus_per_node) if isinstance(stated, TopologyConfig) else Topology(1, ranks)
 
 
 def _chunk_bytes(config: TideConfig, auto: int) -> int:

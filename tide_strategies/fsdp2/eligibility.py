@@ -42,7 +42,7 @@ def group_verdict(group: Any, config: TideConfig) -> Verdict:
         _comms_verdict(group)
         or next(filter(None, (_param_verdict(p) for p in group.fsdp_params)), None)
         or _reduction_verdict(group)
-        or _topology_verdict(config, ranks)
+        or _topology_verdict(config, ranks, group.device.type)
         or (fallback("TIDE-F022") if config.plan == "stock" else Verdict())
     )
 
@@ -112,11 +112,11 @@ def _reduction_verdict(group: Any) -> Verdict | None:
     return None
 
 
-def _topology_verdict(config: TideConfig, ranks: int) -> Verdict | None:
+def _topology_verdict(config: TideConfig, ranks: int, device_type: str) -> Verdict | None:
     stated = config.topology
     if not isinstance(stated, TopologyConfig):
         return None
     words = f"{stated.nodes}x{stated.gpus_per_node}"
     if stated.nodes * stated.gpus_per_node != ranks:
         return fallback("TIDE-F024", words, ranks)
-    return fallback("TIDE-F023", words) if stated.nodes > 1 else None
+    return fallback("TIDE-F023", words) if stated.nodes > 1 and device_type != "cpu" else None

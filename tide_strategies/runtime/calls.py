@@ -4,31 +4,50 @@ from __future__ import annotations
 
 import zlib
 
+from tide_strategies.collectives import signals
+from tide_strategies.collectives.all_gather import LANDED, VACATED
+from tide_strategies.collectives.reduce_scatter import CONSUMED, pushed
 from tide_strategies.collectives.schedule import Counter
+from tide_strategies.topology import Topology
+
+#: The counter of this name exists once per landing slot.
+_PER_SLOT = VACATED.name
 
 
 class CallBook:
-    """Numbers of counters and tags of calls for ``ranks`` ranks and at most ``slots`` landing slots."""
+    """Numbers of counters and tags of calls for the ranks of ``topology`` and at most ``slots`` landing slots."""
 
-    def __init__(self, ranks: int, slots: int) -> None:
-        self._pushed = 2
-        self._vacated = self._pushed + ranks
-        self.counters = self._vacated + slots
+    def __init__(self, topology: Topology, slots: int) -> None:
+        steps = (topology.nodes - 1).bit_length()
+        kinds = [(LANDED, 1), (CONSUMED, 1), (pushed(0), topology.local_ranks)]
+        if topology.nodes > 1:
+            kinds += [(c, 1) for c in (signals.FILLED, signals.EMPTIED, signals.STAGE_FREE, signals.SUMMED)]
+            kinds += [(c, 1) for c in (signals.PLACED, signals.FORWARDED, signals.RELEASED)]
+            kinds += [(signals.sent(0), 2), (signals.arrived(0), topology.nodes), (signals.credit(0), topology.nodes)]
+            kinds += [(signals.gathered(0), steps), (signals.clear(0), steps)]
+        kinds.append((VACATED, slots))
+        self._names: list[str] = []
+        self._first: dict[str, int] = {}
+        for counter, count in kinds:
+            self._first[counter.name] = len(self._names)
+            self._names += [
+                f"{counter.name}[slot {i}]" if counter.name == _PER_SLOT else str(Counter(counter.name, i))
+                for i in range(count)
+            ]
         self._calls: dict[int, str] = {}
+
+    @property
+    def counters(self) -> int:
+        """How many counters there are."""
+        return len(self._names)
 
     def counter(self, counter: Counter, slot: int = 0) -> int:
         """Number of a counter; "vacated" is the slot's own."""
-        if counter.name == "pushed":
-            return self._pushed + counter.index
-        return {"landed": 0, "consumed": 1, "vacated": self._vacated + slot}[counter.name]
+        return self._first[counter.name] + (slot if counter.name == _PER_SLOT else counter.index)
 
     def counter_name(self, number: int) -> str:
         """The counter with this number, in words."""
-        if number < self._pushed:
-            return ("landed", "consumed")[number]
-        if number < self._vacated:
-            return f"pushed[{number - self._pushed}]"
-        return f"vacated[slot {number - self._vacated}]"
+        return self._names[number]
 
     def tag(self, label: str) -> int:
         """A number for what a call does, alike on all ranks, by which peers notice that they disagree."""

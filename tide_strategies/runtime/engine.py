@@ -6,10 +6,10 @@ groups get their collectives from it (``runtime/group.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tide_strategies import _native
-from tide_strategies.collectives.schedule import Schedule, Space
+from tide_strategies.collectives.schedule import SELF, Schedule, Space
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.encode import Encoded, encode
@@ -27,7 +27,7 @@ class Engine:
     Args:
         exchange: all-gathers a small payload among the ranks, in rank order.
         rank: this rank in the group.
-        topology: one node with all ranks of the group.
+        topology: all ranks of the group, on one node or on several virtual ones of this host.
         slots: upper bound on landing slots (ring and pinned together), which sizes the counter table.
         timeout_s: bound of every wait.
 
@@ -45,36 +45,42 @@ class Engine:
         timeout_s: float,
     ) -> None:
         self.rank, self.topology, self.timeout_s = rank, topology, timeout_s
-        self.book = CallBook(topology.ranks, slots)
+        self.book = CallBook(topology, slots)
         self._slots_used = 0
         self.arena = SharedArena.create(exchange, rank, topology.ranks, self.book.counters, timeout_s)
-        self._staging: list[_native.Mapping] = []
+        self._reductions = 0
+        self._memory: dict[tuple[Space, int], list[_native.Mapping]] = {}
 
     def add_slot(self, nbytes: int, part: str) -> Slot:
         """Make a landing slot of ``nbytes`` on every rank, counted as ``part`` of the arena."""
-        offset = self.arena.grow(max(nbytes, 1), part=part)  # a landing has an address even where nothing lands
+        # The ranks of a node share it. A landing has an address even where nothing lands.
+        offsets = [self.arena.grow(max(nbytes, 1), part=part) for _ in range(self.topology.nodes)]
         self._slots_used += 1
-        return Slot(self._slots_used - 1, (self.arena.native, offset))
+        return Slot(self._slots_used - 1, (self.arena.native, offsets[self.topology.node_of(self.rank)]))
 
     def landing(self, nbytes: int) -> Landing:
         """A landing of ``nbytes``, not yet in any slot."""
         return Landing(_native.Window(max(nbytes, 1)))
 
-    def ensure_staging(self, nbytes: int) -> None:
-        """Reserve ``nbytes`` of staging for every rank, mapped by all. Called once, before the first call."""
-        if nbytes == 0 or self._staging:
-            return
-        for _ in range(self.topology.ranks):
-            offset = self.arena.grow(nbytes, part="staging")
-            self._staging.append(_native.Mapping(self.arena.native, offset, nbytes))
+    def reserve(self, memory: Mapping[tuple[Space, int], int]) -> None:
+        """Reserve what schedules need beside their arguments, for every rank and mapped by all. Called once."""
+        for (space, index), nbytes in sorted(memory.items(), key=lambda item: (item[0][0].value, item[0][1])):
+            offsets = [self.arena.grow(nbytes, part=space.value) for _ in range(self.topology.ranks)]
+            maps = [_native.Mapping(self.arena.native, offset, nbytes) for offset in offsets]
+            self._memory[space, index] = maps
+
+    def next_bank(self) -> int:
+        """The bank of the next reduction across nodes: they alternate, whichever groups they belong to."""
+        self._reductions += 1
+        return self._reductions % 2
 
     def collective(self, schedule: Schedule, inputs: int, label: str) -> Collective:
         """Make a schedule callable. ``label`` names it in messages, for example "all-gather of 'blocks.3'"."""
         return Collective(self, encode(schedule, inputs), label)
 
-    def staging_address(self, rank: int) -> int:
-        """Address of a rank's staging in this process."""
-        return self._staging[rank].address
+    def address(self, space: Space, index: int, at: int) -> int:
+        """Address in this process of memory that was reserved, of rank ``at`` (or SELF)."""
+        return self._memory[space, index][self.rank if at == SELF else at].address
 
     def raise_failure(self, outcome: _native.Outcome, label: str) -> None:
         """Tell every rank that this one stops, then raise."""
@@ -96,7 +102,7 @@ class Engine:
 
     def close(self) -> None:
         """Release the arena. Tensors that still show its memory keep their own part of it alive."""
-        self._staging.clear()
+        self._memory.clear()
         self.arena.close()
 
 
@@ -116,8 +122,8 @@ class Collective:
         """Addresses of everything but the inputs, in the order the program wants them."""
         fixed = {Space.LANDING: landing, Space.OUTPUT: output}
         return [
-            self._engine.staging_address(at) if space is Space.STAGING else fixed[space]
-            for space, _, at in self._encoded.bases
+            fixed[space] if space in fixed else self._engine.address(space, index, at)
+            for space, index, at in self._encoded.bases
         ]
 
     def _counters(self, slot: int = 0) -> list[int]:

@@ -7,16 +7,17 @@ again; ``fsdp2`` sees to it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tide_strategies import _native
 from tide_strategies.collectives.all_gather import all_gather, reuse
-from tide_strategies.collectives.reduce_scatter import reduce_scatter
-from tide_strategies.collectives.schedule import Item
+from tide_strategies.collectives.reduce_scatter import BANKS, reduce_scatter
+from tide_strategies.collectives.schedule import Item, Space
 from tide_strategies.layout import GroupLayout
 from tide_strategies.runtime.engine import Collective, Engine
 from tide_strategies.runtime.slots import Landing, Slot, SlotRing
+from tide_strategies.topology import Topology
 
 #: Bytes of one contribution staged at a time: large enough that a wait per chunk costs nothing beside the copying,
 #: small enough that what a rank pushes is still in the shared cache when its owner reads it.
@@ -24,6 +25,26 @@ AUTO_CHUNK_BYTES = 512 * 1024
 
 #: Outputs from this size on are likely to be fresh from the kernel, page by page.
 _HUGE_FROM_BYTES = 4 * 1024 * 1024
+
+
+def needed_memory(
+    layouts: Iterable[GroupLayout], topology: Topology, rank: int, chunk_bytes: int
+) -> dict[tuple[Space, int], int]:
+    """Bytes that the collectives of groups with these layouts need on every rank beside their arguments."""
+    needed: dict[tuple[Space, int], int] = {}
+    for layout in dict.fromkeys(layouts):
+        items = [Item.of_size(p.itemsize) for p in layout.params]
+        schedules = [all_gather(layout, topology, rank, items)]
+        for bank in range(BANKS if topology.nodes > 1 else 1):  # of the element types, these need most
+            schedules.append(
+                reduce_scatter(
+                    layout, topology, rank, grad=Item.F32, output=Item.BF16, chunk_bytes=chunk_bytes, bank=bank
+                )
+            )
+        for schedule in schedules:
+            for which, nbytes in schedule.memory.items():
+                needed[which] = max(needed.get(which, 0), nbytes)
+    return {which: nbytes for which, nbytes in needed.items() if nbytes}
 
 
 @dataclass
@@ -121,7 +142,7 @@ class GroupCollectives(LandingGroup):
         self._reuse = engine.collective(reuse(engine.topology, engine.rank), 0, f"reuse of {name!r}")
         self._landing_address = self._all_gather.addresses(landing=self.landing.window.address)
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
-        self._reductions: dict[tuple[tuple[int, ...], Item, Item], _Reduction] = {}
+        self._reductions: dict[tuple[tuple[int, ...], Item, Item, int], _Reduction] = {}
         self._running: tuple[Collective, _native.Call] | None = None
 
     def issue(self, shards: Sequence[int], versions: tuple[int, ...] | None = None) -> None:
@@ -173,7 +194,9 @@ class GroupCollectives(LandingGroup):
     ) -> None:
         """Reduce the gradients of ``params`` into the packed shard at ``output_address``, divided by ``divisor``."""
         start = time.perf_counter()
-        key = (params, grad, output)
+        # Across nodes, calls of all groups take turns with two banks of memory; the schedule names its bank.
+        bank = self._engine.next_bank() if self._engine.topology.nodes > 1 else 0
+        key = (params, grad, output, bank)
         reduction = self._reductions.get(key)
         if reduction is None:
             reduction = self._reductions[key] = self._build_reduction(*key)
@@ -191,11 +214,11 @@ class GroupCollectives(LandingGroup):
         """Items of the packed shard of ``params``."""
         return sum(self.layout.shard_items(p) for p in params)
 
-    def _build_reduction(self, params: tuple[int, ...], grad: Item, output: Item) -> _Reduction:
+    def _build_reduction(self, params: tuple[int, ...], grad: Item, output: Item, bank: int) -> _Reduction:
         engine = self._engine
         layout = GroupLayout(tuple(self.layout.params[p] for p in params), self.layout.ranks)
         schedule = reduce_scatter(
-            layout, engine.topology, engine.rank, grad=grad, output=output, chunk_bytes=self._chunk_bytes
+            layout, engine.topology, engine.rank, grad=grad, output=output, chunk_bytes=self._chunk_bytes, bank=bank
         )
         label = self._reduction_label(params, grad, output)
         sent = self._sent_bytes(params, grad, engine.rank)

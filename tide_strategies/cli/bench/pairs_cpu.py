@@ -11,11 +11,10 @@ import torch.distributed as dist
 from tide_strategies.cli.bench.pairs import Pair, parameter_shapes, stock_copy_out, stock_pack, world_exchange
 from tide_strategies.cli.bench.ranks import Place
 from tide_strategies.cli.bench.timing import median_ms
-from tide_strategies.collectives.reduce_scatter import BANKS
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.runtime.engine import Engine
-from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, GroupCollectives
+from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, GroupCollectives, needed_memory
 from tide_strategies.runtime.slots import SlotRing
 from tide_strategies.topology import Topology
 
@@ -61,7 +60,7 @@ def _group(place: Place, layout: GroupLayout, shard: Item) -> tuple[Engine, Grou
     exchange = world_exchange(_TIMEOUT_S)
     engine = Engine(exchange, place.rank, Topology(1, place.ranks), slots=2, timeout_s=_TIMEOUT_S)
     ring = SlotRing(lambda: engine.add_slot(layout.landing_bytes, "ring"), 2)
-    engine.ensure_staging(BANKS * (layout.ranks - 1) * AUTO_CHUNK_BYTES)
+    engine.reserve(needed_memory([layout], engine.topology, engine.rank, AUTO_CHUNK_BYTES))
     items = [shard] * len(layout.params)
     return engine, GroupCollectives(engine, "bench", layout, items, ring, AUTO_CHUNK_BYTES)
 

@@ -64,7 +64,7 @@ class CudaEngine:
         timeout_s: float,
     ) -> None:
         self.rank, self.topology, self.device, self.timeout_s = rank, topology, device, timeout_s
-        self.book = CallBook(topology.ranks, slots)
+        self.book = CallBook(topology, slots)
         self._exchange = exchange
         self._slots_used = 0
         self._bytes: dict[str, int] = {}
