@@ -6,6 +6,9 @@ finder; no framework and no other part of TIDE is imported). When the program la
 of ``_HOOKS``, the finder lets the ordinary import run and then calls that module's hook, which adds TIDE to the
 framework's own registry.
 
+Accelerate's command line learns to read a ``tide_config:`` section; in any other process Accelerate is left alone,
+unless it was started for such a file.
+
 Switched off by ``TIDE_AUTOLOAD=0``. With ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` torch calls no entry point at all;
 ``import tide_strategies`` then does the same work by hand.
 """
@@ -22,6 +25,7 @@ from types import ModuleType
 SWITCH = "TIDE_AUTOLOAD"
 
 _LIGHTNING = "tide_strategies.integrations.lightning.registration"
+_ACCELERATE = "tide_strategies.integrations.accelerate"
 
 # Host module -> hook, as "module:function"; the function gets the host module once its import is complete.
 # A hook may run more than once for a module (after a reload), so it must be idempotent.
@@ -30,6 +34,9 @@ _HOOKS = {
     "pytorch_lightning.strategies": f"{_LIGHTNING}:register_trainer_strategy",
     "lightning.fabric.strategies": f"{_LIGHTNING}:register_fabric_strategy",
     "lightning_fabric.strategies": f"{_LIGHTNING}:register_fabric_strategy",
+    "accelerate.commands.config.config_args": f"{_ACCELERATE}.config_file:add_tide_section",
+    "accelerate.commands.launch": f"{_ACCELERATE}.launching:extend_launcher",
+    "accelerate.accelerator": f"{_ACCELERATE}.training:extend_if_requested",
 }
 
 _failed: set[str] = set()
@@ -56,16 +63,20 @@ class _PostImportFinder(MetaPathFinder):
 def autoload() -> None:
     """Install the post-import hooks, once; run those of modules that are imported already. Never raises."""
     try:
-        if os.environ.get(SWITCH, "1").strip().lower() in ("0", "false", "off", "no"):
-            return
-        if not any(isinstance(finder, _PostImportFinder) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _PostImportFinder())
-        for name in _HOOKS:
-            module = sys.modules.get(name)
-            if module is not None and not _is_initializing(module):
-                _run_hook(name, module)
+        if os.environ.get(SWITCH, "1").strip().lower() not in ("0", "false", "off", "no"):
+            install_hooks()
     except Exception as error:
         _warn_once("autoload", f"TIDE could not install its import hooks ({type(error).__name__}: {error})")
+
+
+def install_hooks() -> None:
+    """The same whatever the switch says, for programs that ask for TIDE by name (``tide_strategies.launch``)."""
+    if not any(isinstance(finder, _PostImportFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PostImportFinder())
+    for name in _HOOKS:
+        module = sys.modules.get(name)
+        if module is not None and not _is_initializing(module):
+            _run_hook(name, module)
 
 
 def _run_hook_after_exec(spec: ModuleSpec) -> None:

@@ -1,0 +1,175 @@
+"""The worker's side: an ``Accelerator`` that uses TIDE where it was asked for, and is itself everywhere else.
+
+Accelerate has no place to hook in after sharding, so four of its functions are wrapped, in this process only and only
+if TIDE is wanted in it. Each wrapper calls the original and leaves any Accelerator without a TIDE plugin alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import warnings
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tide_strategies.errors import TideConfigError, TideError
+from tide_strategies.integrations.accelerate.environment import is_requested, requested_config
+
+_MARK = "_tide_extends"
+
+
+def extend_if_requested(accelerator: ModuleType) -> None:
+    """Hook of ``accelerate.accelerator``: nothing happens unless the launcher asked for TIDE."""
+    if is_requested():
+        extend(accelerator)
+
+
+def extend(accelerator: ModuleType) -> None:
+    """Make ``Accelerator`` understand a ``TideFSDPPlugin``; more than one call has no further effect.
+
+    Raises:
+        TideError: if this Accelerate is too different from those that TIDE knows.
+    """
+    if hasattr(accelerator.fsdp2_prepare_model, _MARK):
+        return
+    _check_known(accelerator)
+    _extend_init(accelerator.Accelerator)
+    _extend_free_memory(accelerator.Accelerator)
+    _extend_state(accelerator)
+    _extend_prepare(accelerator)
+
+
+def _check_known(accelerator: ModuleType) -> None:
+    """The parts that the wrappers below rely on."""
+    expected = [
+        (accelerator, "fsdp2_prepare_model", {"accelerator", "model"}),
+        (accelerator.Accelerator, "__init__", {"fsdp_plugin", "cpu"}),
+        (accelerator.Accelerator, "free_memory", set()),
+        (accelerator.AcceleratorState, "__init__", {"fsdp_plugin", "cpu"}),
+    ]
+    for owner, name, parameters in expected:
+        function = getattr(owner, name, None)
+        if function is None or not parameters <= set(inspect.signature(function).parameters):
+            import accelerate
+
+            raise TideError(
+                f"accelerate {accelerate.__version__} has another {owner.__name__}.{name} than TIDE knows; "
+                f"install a version that the documentation names (docs/accelerate.md)"
+            )
+
+
+def _extend_init(cls: Any) -> None:
+    original = cls.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        from tide_strategies.integrations.accelerate.plugin import TideFSDPPlugin
+
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError:
+            return original(self, *args, **kwargs)  # the host's own words for a wrong call
+        plugin = _chosen_plugin(bound.arguments.get("fsdp_plugin"))
+        if not isinstance(plugin, TideFSDPPlugin):
+            return original(self, *args, **kwargs)
+        bound.arguments["fsdp_plugin"] = plugin
+        if not torch.accelerator.is_available():
+            bound.arguments["cpu"] = True  # without it every process would train alone
+        original(*bound.args, **bound.kwargs)
+        _check_trains_together(self)
+        from tide_strategies.runtime.teardown import install_exit_teardown
+
+        install_exit_teardown()
+
+    cls.__init__ = __init__
+
+
+def _chosen_plugin(given: Any) -> Any:
+    """The plugin for a new Accelerator: the launcher's request applies to whatever FSDP plugin there is."""
+    config = requested_config()
+    if config is None or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return given
+    from tide_strategies.integrations.accelerate.plugin import FullyShardedDataParallelPlugin, TideFSDPPlugin, with_tide
+
+    if given is None:
+        return TideFSDPPlugin()
+    if isinstance(given, FullyShardedDataParallelPlugin) and not isinstance(given, TideFSDPPlugin):
+        return with_tide(given, config)
+    return given
+
+
+def _check_trains_together(accelerator: Any) -> None:
+    if accelerator.is_fsdp2:
+        return
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        raise TideConfigError(
+            f"this job has {world} processes, but Accelerate runs each of them as {accelerator.distributed_type}: "
+            f"FSDP2 would not be used. On the CPU set 'use_cpu: true' in the Accelerate file, or ACCELERATE_USE_CPU=true "
+            f"in the environment before anything else of Accelerate is used."
+        )
+    warnings.warn(
+        "TIDE: this program runs as one process, so there is nothing to shard and no communication to accelerate. "
+        "Start it with several: accelerate launch --config tide.yaml --num_processes 2 SCRIPT",
+        stacklevel=3,
+    )
+
+
+def _extend_state(accelerator: ModuleType) -> None:
+    """FSDP2 on CPU processes: Accelerate's list of what can use an FSDP plugin leaves them out, without a word."""
+    cls = accelerator.AcceleratorState
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        from tide_strategies.integrations.accelerate.plugin import TideFSDPPlugin
+
+        plugin = kwargs.get("fsdp_plugin")
+        kinds = accelerator.DistributedType
+        if not isinstance(plugin, TideFSDPPlugin) or self.distributed_type != kinds.MULTI_CPU:
+            return
+        if self.mixed_precision != "no":
+            plugin.set_mixed_precision(self.mixed_precision)
+        self.fsdp_plugin = plugin
+        self.distributed_type = kinds.FSDP
+        # Every later AcceleratorState() copies it from there.
+        accelerator.PartialState._shared_state["distributed_type"] = kinds.FSDP
+
+    cls.__init__ = __init__
+
+
+def _extend_prepare(accelerator: ModuleType) -> None:
+    original = accelerator.fsdp2_prepare_model
+
+    @functools.wraps(original)
+    def fsdp2_prepare_model(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
+        from tide_strategies.integrations.accelerate.plugin import TideFSDPPlugin
+
+        model = original(accelerator, model)
+        plugin = accelerator.state.fsdp_plugin
+        if isinstance(plugin, TideFSDPPlugin):
+            plugin.apply_tide(model, announce=accelerator.is_main_process)
+        return model
+
+    setattr(fsdp2_prepare_model, _MARK, True)
+    accelerator.fsdp2_prepare_model = fsdp2_prepare_model  # type: ignore[attr-defined]
+
+
+def _extend_free_memory(cls: Any) -> None:
+    original = cls.free_memory
+
+    @functools.wraps(original)
+    def free_memory(self: Any, *objects: Any) -> Any:
+        from tide_strategies.integrations.accelerate.plugin import TideFSDPPlugin
+
+        plugin = getattr(self.state, "fsdp_plugin", None)
+        if isinstance(plugin, TideFSDPPlugin):
+            plugin.close_tide()
+        return original(self, *objects)
+
+    cls.free_memory = free_memory
