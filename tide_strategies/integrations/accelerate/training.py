@@ -10,12 +10,15 @@ import functools
 import inspect
 import os
 import warnings
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from tide_strategies.errors import TideConfigError, TideError
+from tide_strategies.integrations.accelerate.buffers import buffers_outside_the_state_dict
 from tide_strategies.integrations.accelerate.environment import is_requested, requested_config
 
 _MARK = "_tide_extends"
@@ -109,8 +112,8 @@ def _check_trains_together(accelerator: Any) -> None:
     if world > 1:
         raise TideConfigError(
             f"this job has {world} processes, but Accelerate runs each of them as {accelerator.distributed_type}: "
-            f"FSDP2 would not be used. On the CPU set 'use_cpu: true' in the Accelerate file, or ACCELERATE_USE_CPU=true "
-            f"in the environment before anything else of Accelerate is used."
+            f"FSDP2 would not be used. On the CPU set 'use_cpu: true' in the Accelerate file, or "
+            f"ACCELERATE_USE_CPU=true in the environment before anything else of Accelerate is used."
         )
     warnings.warn(
         "TIDE: this program runs as one process, so there is nothing to shard and no communication to accelerate. "
@@ -150,10 +153,13 @@ def _extend_prepare(accelerator: ModuleType) -> None:
     def fsdp2_prepare_model(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
         from tide_strategies.integrations.accelerate.plugin import TideFSDPPlugin
 
-        model = original(accelerator, model)
         plugin = accelerator.state.fsdp_plugin
-        if isinstance(plugin, TideFSDPPlugin):
-            plugin.apply_tide(model, announce=accelerator.is_main_process)
+        if not isinstance(plugin, TideFSDPPlugin):
+            return original(accelerator, model)
+        from_rank_0 = plugin.cpu_ram_efficient_loading and not isinstance(model, FSDPModule)
+        with buffers_outside_the_state_dict(model) if from_rank_0 else nullcontext():
+            model = original(accelerator, model)
+        plugin.apply_tide(model, announce=accelerator.is_main_process)
         return model
 
     setattr(fsdp2_prepare_model, _MARK, True)
