@@ -209,7 +209,7 @@ def _plain(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
 
 
-def _nest(data: dict[Any, Any]) -> dict[str, Any]:
+def _nest(data: Mapping[Any, Any]) -> dict[str, Any]:
     """Accept ``{"all_gather.slots": 3}`` as well as ``{"all_gather": {"slots": 3}}``."""
     out: dict[str, Any] = {}
     for key, value in data.items():
