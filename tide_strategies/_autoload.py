@@ -34,12 +34,15 @@ _HOOKS = {
     "pytorch_lightning.strategies": f"{_LIGHTNING}:register_trainer_strategy",
     "lightning.fabric.strategies": f"{_LIGHTNING}:register_fabric_strategy",
     "lightning_fabric.strategies": f"{_LIGHTNING}:register_fabric_strategy",
-    "accelerate.commands.config.config_args": f"{_ACCELERATE}.config_file:add_tide_section",
     "accelerate.commands.launch": f"{_ACCELERATE}.launching:extend_launcher",
-    "accelerate.accelerator": f"{_ACCELERATE}.training:extend_if_requested",
+    "accelerate.accelerator": f"{_ACCELERATE}.environment:extend_if_requested",
 }
 
 _failed: set[str] = set()
+
+# Hosts whose own import has led to ours (``accelerate.accelerator`` may be what imports torch): their hooks run at
+# the first import after theirs is complete.
+_pending: set[str] = set()
 
 
 class _PostImportFinder(MetaPathFinder):
@@ -48,6 +51,8 @@ class _PostImportFinder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if _pending:
+            _run_pending()
         if name not in _HOOKS:
             return None
         for finder in sys.meta_path:
@@ -73,9 +78,17 @@ def install_hooks() -> None:
     """The same whatever the switch says, for programs that ask for TIDE by name (``tide_strategies.launch``)."""
     if not any(isinstance(finder, _PostImportFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _PostImportFinder())
-    for name in _HOOKS:
+    _pending.update(name for name in _HOOKS if name in sys.modules)
+    _run_pending()
+
+
+def _run_pending() -> None:
+    for name in sorted(_pending):
         module = sys.modules.get(name)
-        if module is not None and not _is_initializing(module):
+        if module is None:
+            _pending.discard(name)  # its import failed
+        elif not _is_initializing(module):
+            _pending.discard(name)
             _run_hook(name, module)
 
 

@@ -20,8 +20,8 @@ TRAIN = """
 import os
 import sys
 
+from accelerate import Accelerator  # before torch: then Accelerate's own import is what imports torch
 import torch
-from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import set_seed
 
@@ -141,3 +141,20 @@ def test_an_error_on_one_rank_ends_the_job(tmp_path):
     done = launch(tmp_path, ACCELERATE, "train.py", "--fail")
     assert done.returncode != 0
     assert "made to fail" in done.stderr
+
+
+@pytest.mark.usefixtures("installed")
+def test_programs_without_a_request_do_not_notice(tmp_path):
+    code = """
+import sys, accelerate
+from accelerate.accelerator import Accelerator, AcceleratorState, fsdp2_prepare_model
+functions = [Accelerator.__init__, Accelerator.free_memory, AcceleratorState.__init__, fsdp2_prepare_model]
+print([f.__module__ for f in functions if hasattr(f, "__wrapped__") or not f.__module__.startswith("accelerate.")])
+print(sorted(m for m in sys.modules if m.startswith("tide_strategies.") and "accelerate" in m))
+"""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TIDE_")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == [
+        "[]",
+        "['tide_strategies.integrations.accelerate', 'tide_strategies.integrations.accelerate.environment']",
+    ], done.stdout + done.stderr

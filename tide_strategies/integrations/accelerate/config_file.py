@@ -41,7 +41,7 @@ class TideSection:
 
 
 def add_tide_section(config_args: ModuleType) -> None:
-    """Hook of ``accelerate.commands.config.config_args``."""
+    """Give the section a field in ``ClusterConfig`` of ``accelerate.commands.config.config_args``."""
     host: Any = config_args.ClusterConfig
     if SECTION in host.__dataclass_fields__:
         return

@@ -6,18 +6,19 @@ import argparse
 import contextlib
 import functools
 import os
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from tide_strategies.errors import TideConfigError
 from tide_strategies.integrations.accelerate import environment
-from tide_strategies.integrations.accelerate.config_file import SECTION
+from tide_strategies.integrations.accelerate.config_file import SECTION, add_tide_section
 
 _MARK = "_tide_extends"
 
 
 def extend_launcher(launch: ModuleType) -> None:
-    """Hook of ``accelerate.commands.launch``: the option ``--config``, and the request in the environment.
+    """Hook of ``accelerate.commands.launch``: the section in the file, ``--config``, the request to the workers.
 
     Raises:
         AttributeError: if this Accelerate has no such functions; the hook's caller leaves it as it is then.
@@ -25,6 +26,8 @@ def extend_launcher(launch: ModuleType) -> None:
     parser, validate = launch.launch_command_parser, launch._validate_launch_command
     if hasattr(validate, _MARK):
         return
+    # Not by a hook of its own: every program that uses Accelerate imports that module.
+    add_tide_section(import_module("accelerate.commands.config.config_args"))
 
     @functools.wraps(parser)
     def launch_command_parser(*args: Any, **kwargs: Any) -> argparse.ArgumentParser:

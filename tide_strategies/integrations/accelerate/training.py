@@ -19,15 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from tide_strategies.errors import TideConfigError, TideError
 from tide_strategies.integrations.accelerate.buffers import buffers_outside_the_state_dict
-from tide_strategies.integrations.accelerate.environment import is_requested, requested_config
+from tide_strategies.integrations.accelerate.environment import requested_config
 
 _MARK = "_tide_extends"
-
-
-def extend_if_requested(accelerator: ModuleType) -> None:
-    """Hook of ``accelerate.accelerator``: nothing happens unless the launcher asked for TIDE."""
-    if is_requested():
-        extend(accelerator)
 
 
 def extend(accelerator: ModuleType) -> None:
