@@ -12,6 +12,8 @@ def equal_to_stock(rank, world, folder):
     import accelerate_jobs as jobs
     import torch
 
+    from tide_strategies import TideFSDPPlugin
+
     jobs.environment(rank, world)
     results = {}
     for precision in ("no", "bf16"):
@@ -22,6 +24,9 @@ def equal_to_stock(rank, world, folder):
         plugin = with_tide.accelerator.state.fsdp_plugin
         report = plugin.tide_report()
         jobs.finish(with_tide)
+        recomputing = TideFSDPPlugin(activation_checkpointing=True)
+        recomputed = jobs.Training(jobs.accelerator_with_tide(recomputing, **options)).run(4)
+        jobs.finish(recomputed)
         stock = jobs.Training(jobs.accelerator_with_stock_fsdp2(precision, gradient_accumulation_steps=2)).run(4)
         reduce = plugin.mixed_precision_policy and plugin.mixed_precision_policy.reduce_dtype
         results[precision] = {
@@ -32,6 +37,8 @@ def equal_to_stock(rank, world, folder):
             "status": report.status,
             "calls": [g.reduce_scatter.calls for g in report.groups],
             "reduce": str(reduce),
+            "recomputed": recomputing.tide_report().status,
+            "recomputed alike": list(recomputed.result()[0].values()) == list(with_tide.result()[0].values()),
         }
     return results
 
@@ -47,6 +54,8 @@ def test_bits_of_stock_with_accumulation_and_clipping(tmp_path):
                 "status": "4 of 4 groups accelerated",
                 "calls": [4] * 4,  # once a step, not once a micro-batch
                 "reduce": reduce,
+                "recomputed": "4 of 4 groups accelerated",  # the same units, found once
+                "recomputed alike": True,
             }
 
 

@@ -97,12 +97,17 @@ class TideFSDPPlugin(_Host):
         policy = getattr(self.auto_wrap_policy, "func", self.auto_wrap_policy)
         if policy is transformer_auto_wrap_policy:
             self._find_units = self._find_units or not self.transformer_cls_names_to_wrap
-            if self._find_units:
-                self.auto_wrap_policy = policy  # anew for each model
-                self.transformer_cls_names_to_wrap = sorted({type(m).__name__ for m in plan_units(model)})
-            else:
+            if not self._find_units:
                 _check_class_names(self.transformer_cls_names_to_wrap, model)
+            elif not self._are_found(model):
+                self.auto_wrap_policy = policy
+                self.transformer_cls_names_to_wrap = sorted({type(m).__name__ for m in plan_units(model)})
         super().set_auto_wrap_policy(model)
+
+    def _are_found(self, model: nn.Module) -> bool:
+        """Whether the names are for this model: Accelerate asks again once it has wrapped blocks for checkpointing."""
+        names = set(self.transformer_cls_names_to_wrap or ())
+        return bool(names) and names <= {type(m).__name__ for m in model.modules()}
 
     # ---- TIDE
 
