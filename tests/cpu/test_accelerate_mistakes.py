@@ -85,7 +85,7 @@ def test_what_the_workers_are_given(tmp_path, monkeypatch):
     args, env = launcher(tmp_path, changed(fsdp_config={}))
     assert (str(args.fsdp_version), args.use_fsdp, args.cpu) == ("2", True, False)
     assert '"timeout_s": 60' in env["TIDE_CONFIG"]
-    assert env["ACCELERATE_USE_CPU"] == "true"
+    assert (env["ACCELERATE_USE_CPU"], env["CUDA_VISIBLE_DEVICES"]) == ("true", "")
     # --cpu means what use_cpu means, not one process
     args, env = launcher(tmp_path, changed(use_cpu=False), "--cpu")
     assert (args.cpu, args.use_cpu, env["ACCELERATE_USE_CPU"]) == (False, True, "true")
@@ -139,6 +139,25 @@ def plugin(**options):
 def test_in_the_plugin(options, words):
     with pytest.raises(TideConfigError, match=words):
         plugin(**options)
+
+
+def test_a_plugin_that_the_program_made_itself():
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from tide_strategies import TideConfig, TideFSDPPlugin
+    from tide_strategies.integrations.accelerate.plugin import with_tide
+
+    class Own(FullyShardedDataParallelPlugin):
+        def extra(self):
+            return "extra"
+
+    given = Own(fsdp_version=2, auto_wrap_policy="no_wrap")
+    made = with_tide(given, TideConfig(timeout_s=5))
+    assert made is given
+    assert isinstance(made, TideFSDPPlugin)
+    assert (made.extra(), made.tide_config.timeout_s, made.auto_wrap_policy) == ("extra", 5, None)
+    with pytest.raises(TideConfigError, match="fsdp_version=1"):
+        with_tide(FullyShardedDataParallelPlugin(fsdp_version=1), TideConfig())
 
 
 def test_options_of_the_plugin_and_of_the_launcher(monkeypatch):
