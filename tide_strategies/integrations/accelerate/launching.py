@@ -13,6 +13,7 @@ from typing import Any
 from tide_strategies.errors import TideConfigError
 from tide_strategies.integrations.accelerate import environment
 from tide_strategies.integrations.accelerate.config_file import SECTION, add_tide_section
+from tide_strategies.runtime.cuda.queues import request_queues
 
 _MARK = "_tide_extends"
 
@@ -90,5 +91,4 @@ def _choose_devices(args: argparse.Namespace) -> None:
             "no GPU was found, so every process would train alone. Set 'use_cpu: true' in the Accelerate file (or give "
             "--cpu) to train on the CPU."
         )
-    # Read when a process first uses CUDA, so the workers have to be born with it (docs/configuration.md).
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    request_queues()  # inherited by the workers

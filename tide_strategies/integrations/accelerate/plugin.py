@@ -26,6 +26,7 @@ from tide_strategies.integrations.accelerate.training import extend
 from tide_strategies.integrations.summary import summary_line
 from tide_strategies.integrations.wrapping import plan_units
 from tide_strategies.report import TideReport
+from tide_strategies.runtime.cuda.queues import request_queues
 
 _log = logging.getLogger("tide_strategies.accelerate")
 
@@ -65,6 +66,7 @@ class TideFSDPPlugin(_Host):
                 raise TideConfigError(_unknown(name))
         given = {name: options.pop(name) for name in _TIDE_OPTIONS if name in options}
         self._adopt_config(_combine(tide, given))
+        request_queues()  # before the Accelerator starts CUDA
         super().__init__(**options)
 
     def __post_init__(self) -> None:
