@@ -209,7 +209,7 @@ def test_in_the_script():
         said = result.value
         assert "'Blok' (fsdp_transformer_layer_cls_to_wrap) does not occur" in said["class"]
         assert "did you mean 'Block'?" in said["class"]
-        assert "a model and optimizer must be passed together" in said["alone"]
+        assert "accelerator.prepare(model, optimizer, ...)" in said["alone"]
         assert "TIDE is already applied" in said["twice"]
         assert said["again"] == "True"
         assert "TideConfigError: this job has 2 processes" in said["each alone"]

@@ -10,6 +10,8 @@ import pytest
 import torch
 from harness import launch
 
+from tide_strategies.errors import TideConfigError
+
 pytestmark = pytest.mark.skipif(
     not (find_spec("accelerate") and find_spec("transformers")), reason="needs accelerate and transformers"
 )
@@ -66,15 +68,44 @@ def loads_in_plain_transformers(rank, world, folder):
     return tied, bool(model.lm_head.weight.detach().isfinite().all())
 
 
-def misspelt_class(rank, world, folder):
+def mistakes(rank, world, folder):
+    """Mistake -> what its author is told. The last two are none: they work."""
     import transformers_jobs as jobs
 
-    jobs.environment(rank, world, TIDE)
-    options = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayers"]}}
-    try:
-        jobs.trainer(folder, jobs.llama(), **options).train()
-    except Exception as e:
-        return f"{type(e).__name__}: {e}"
+    def make(model=None, **options):
+        return jobs.trainer(folder / "mistakes", model or jobs.llama(), save_strategy="no", **options)
+
+    def own_optimizer():
+        trainer = make()
+        optimizers = torch.optim.SGD(trainer.model.parameters()), None
+        jobs.Trainer(model=trainer.model, args=trainer.args, optimizers=optimizers)
+
+    version_1 = {"version": 1, "sync_module_states": False}
+    classes = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayers"]}
+    twice = {"activation_checkpointing": True}
+    actions = {
+        "misspelt class": lambda: make(fsdp=True, fsdp_config=classes).train(),
+        "FSDP1": lambda: make(fsdp=True, fsdp_config=version_1),
+        "evaluation first": lambda: make().evaluate(),
+        "own optimizer": own_optimizer,
+        "weights alone, sharded": lambda: make(save_only_model=True),
+        "checkpointing twice": lambda: make(fsdp=True, fsdp_config=twice, gradient_checkpointing=True),
+        "bf16 without use_cpu": lambda: make(bf16=True),
+        "no such checkpoint": lambda: make().train(resume_from_checkpoint=str(folder / "nowhere")),
+        "evaluation on start": lambda: make(eval_strategy="no", eval_on_start=True).train().global_step,
+        "fsdp as text": lambda: make(fsdp="full_shard auto_wrap").train().global_step,
+    }
+    said = {}
+    for name, action in actions.items():
+        jobs.environment(rank, world, TIDE)
+        try:
+            said[name] = str(action())
+        except Exception as e:
+            said[name] = f"{type(e).__name__}: {e}"
+    jobs.environment(rank, world, '{"timout_s": 3}')
+    with pytest.raises(TideConfigError, match="did you mean 'timeout_s'"):
+        make()
+    return said
 
 
 def run_all(rank, world, folder):
@@ -83,7 +114,7 @@ def run_all(rank, world, folder):
         jobs["lora"] = (equal_to_stock, "lora")
     jobs.update({kind: (resumed, kind) for kind in KINDS})
     jobs["plain transformers"] = (loads_in_plain_transformers,)
-    jobs["misspelt class"] = (misspelt_class,)
+    jobs["mistakes"] = (mistakes,)
     said = {}
     for name, (function, *arguments) in jobs.items():
         try:
@@ -124,7 +155,21 @@ def test_the_saved_model_loads_in_plain_transformers(outcomes):
         assert said["plain transformers"] == (True, True)
 
 
-def test_a_misspelt_layer_class_is_told(outcomes):
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("misspelt class", "did you mean 'LlamaDecoderLayer'?"),
+        ("FSDP1", "fsdp_config={'version': 2} in TrainingArguments"),
+        ("evaluation first", "TrainingArguments(eval_on_start=True)"),
+        ("own optimizer", "override the `create_optimizer"),
+        ("weights alone, sharded", "not compatible with FSDP state dict type 'SHARDED_STATE_DICT'"),
+        ("checkpointing twice", "Use FSDP's activation checkpointing"),
+        ("bf16 without use_cpu", "You need to assign use_cpu"),
+        ("no such checkpoint", "No such file or directory"),
+        ("evaluation on start", "4"),
+        ("fsdp as text", "4"),
+    ],
+)
+def test_mistakes_are_told(outcomes, mistake, words):
     for said in outcomes:
-        assert "TideConfigError" in said["misspelt class"]
-        assert "did you mean 'LlamaDecoderLayer'?" in said["misspelt class"]
+        assert words in said["mistakes"][mistake]

@@ -1,6 +1,6 @@
 """The worker's side: an ``Accelerator`` that uses TIDE where it was asked for, and is itself everywhere else.
 
-Accelerate has no place to hook in after sharding, so four of its functions are wrapped, in this process only and only
+Accelerate has no place to hook in after sharding, so some of its functions are wrapped, in this process only and only
 if TIDE is wanted in it. Each wrapper calls the original and leaves any Accelerator without a TIDE plugin alone.
 """
 
@@ -15,7 +15,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from tide_strategies.errors import TideConfigError, TideError
 from tide_strategies.integrations.accelerate.buffers import buffers_outside_the_state_dict
@@ -34,9 +36,10 @@ def extend(accelerator: ModuleType) -> None:
         return
     _check_known(accelerator)
     _extend_init(accelerator.Accelerator)
+    _extend_prepare(accelerator.Accelerator)
     _extend_free_memory(accelerator.Accelerator)
     _extend_state(accelerator)
-    _extend_prepare(accelerator)
+    _extend_sharding(accelerator)
 
 
 def _check_known(accelerator: ModuleType) -> None:
@@ -44,6 +47,7 @@ def _check_known(accelerator: ModuleType) -> None:
     expected = [
         (accelerator, "fsdp2_prepare_model", {"accelerator", "model"}),
         (accelerator.Accelerator, "__init__", {"fsdp_plugin", "cpu"}),
+        (accelerator.Accelerator, "prepare", set()),
         (accelerator.Accelerator, "free_memory", set()),
         (accelerator.AcceleratorState, "__init__", {"fsdp_plugin", "cpu"}),
     ]
@@ -140,11 +144,11 @@ def _extend_state(accelerator: ModuleType) -> None:
     cls.__init__ = __init__
 
 
-def _extend_prepare(accelerator: ModuleType) -> None:
+def _extend_sharding(accelerator: ModuleType) -> None:
     original = accelerator.fsdp2_prepare_model
 
     @functools.wraps(original)
-    def fsdp2_prepare_model(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
+    def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
         from tide_strategies.integrations.accelerate.plugin import TideFSDPPlugin
 
         plugin = accelerator.state.fsdp_plugin
@@ -158,6 +162,26 @@ def _extend_prepare(accelerator: ModuleType) -> None:
 
     setattr(fsdp2_prepare_model, _MARK, True)
     accelerator.fsdp2_prepare_model = fsdp2_prepare_model  # type: ignore[attr-defined]
+
+
+def _extend_prepare(cls: Any) -> None:
+    """Accelerate refuses a model without its optimizer; here the words also say what to do about it."""
+    original = cls.prepare
+
+    @functools.wraps(original)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from tide_strategies.integrations.accelerate.plugin import TideFSDPPlugin
+
+        alone = any(isinstance(a, nn.Module) for a in args) and not any(isinstance(a, Optimizer) for a in args)
+        if alone and isinstance(getattr(self.state, "fsdp_plugin", None), TideFSDPPlugin):
+            raise TideConfigError(
+                "FSDP2 needs a model and its optimizer in one call: accelerator.prepare(model, optimizer, ...). In "
+                "transformers' Trainer, evaluate() and predict() need a train() before them; "
+                "TrainingArguments(eval_on_start=True) evaluates the untrained model."
+            )
+        return original(self, *args, **kwargs)
+
+    cls.prepare = prepare
 
 
 def _extend_free_memory(cls: Any) -> None:
