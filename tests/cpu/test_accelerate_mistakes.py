@@ -6,6 +6,8 @@ class that the model does not have, a model prepared alone, TIDE applied twice, 
 """
 
 import os
+import types
+from importlib.resources import files
 from importlib.util import find_spec
 from unittest import mock
 
@@ -117,6 +119,32 @@ def test_the_section_survives_reading_and_writing(tmp_path):
 
     update_config(mock.Mock(config_file=str(tmp_path / "tide.yaml")))
     assert yaml.safe_load((tmp_path / "tide.yaml").read_text())["tide_config"] == FILE["tide_config"]
+
+
+def test_the_files_that_come_with_the_package_are_accepted(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    folder = files("tide_strategies.configs.accelerate")
+    shipped = sorted(f.name for f in folder.iterdir() if f.name.endswith(".yaml"))
+    assert shipped == ["tide.yaml", "tide_cpu.yaml"]
+    for name in shipped:
+        args, env = launcher(tmp_path, (folder / name).read_text())
+        assert args.use_fsdp
+        assert "TIDE_CONFIG" in env
+
+
+def test_an_accelerate_that_is_too_different_is_refused_by_name():
+    from accelerate import accelerator
+
+    from tide_strategies.errors import TideError
+    from tide_strategies.integrations.accelerate.training import extend
+
+    other = types.ModuleType("accelerate.accelerator")
+    other.Accelerator, other.AcceleratorState = accelerator.Accelerator, accelerator.AcceleratorState
+    other.fsdp2_prepare_model = lambda model: model
+    before = accelerator.Accelerator.__init__
+    with pytest.raises(TideError, match=r"has another accelerate\.accelerator\.fsdp2_prepare_model than TIDE knows"):
+        extend(other)
+    assert accelerator.Accelerator.__init__ is before, "nothing is changed by halves"
 
 
 def plugin(**options):
