@@ -14,7 +14,7 @@ MAKEFLAGS += --no-builtin-rules
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS := lightning,plots,dev
+EXTRAS := lightning,accelerate,transformers,hydra,plots,dev
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin

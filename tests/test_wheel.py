@@ -128,7 +128,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 def test_the_wheel_holds_the_package_and_nothing_else(installed: Installed) -> None:
     names = zipfile.ZipFile(installed.wheel).namelist()
-    assert {re.sub(r"-[^/]*", "-", n.split("/")[0]) for n in names} == {NAME, f"{NAME}-"}
+    # A module of ours in the namespace package where Hydra looks for plugins, and no __init__ that would own it.
+    plugin = "hydra_plugins/tide_strategies_configs.py"
+    assert [n for n in names if n.startswith("hydra_plugins")] == [plugin]
+    assert {re.sub(r"-[^/]*", "-", n.split("/")[0]) for n in names if n != plugin} == {NAME, f"{NAME}-"}
     held = {n.removeprefix(f"{NAME}/") for n in names}
     sources = {
         p.relative_to(ROOT / NAME).as_posix() for p in (ROOT / NAME).rglob("*.py*") if p.suffix in (".py", ".pyi")
@@ -177,6 +180,18 @@ print(json.dumps([[e.value for e in found], where]))
     values, where = installed.eval(code)
     assert values == ["tide_strategies._autoload:autoload"]
     assert Path(where).is_relative_to(installed.site)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("hydra") is None, reason="needs hydra-core")
+def test_hydra_finds_the_group_of_the_installed_package(installed: Installed) -> None:
+    code = """
+import json, hydra
+hydra.initialize(version_base=None)
+config = hydra.compose(overrides=["+tide=h200", "tide.reduce_scatter.mode=slot_reuse"])
+from tide_strategies import TideConfig
+print(json.dumps(TideConfig.from_any(config.tide).changed()))
+"""
+    assert installed.eval(code) == ["all_gather.slots", "reduce_scatter.mode"]
 
 
 def test_the_installed_torch_is_known_to_the_installed_guards(installed: Installed) -> None:

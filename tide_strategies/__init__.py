@@ -16,6 +16,7 @@ _LAZY = {
     "TideHandle": "tide_strategies.fsdp2",
     "TideReport": "tide_strategies.report",
     "TideFSDPStrategy": "tide_strategies.integrations.lightning",
+    "TideFSDPPlugin": "tide_strategies.integrations.accelerate",
     "TideError": "tide_strategies.errors",
     "TideConfigError": "tide_strategies.errors",
     "TideFallbackError": "tide_strategies.errors",
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from tide_strategies.errors import TideTimeoutError as TideTimeoutError
     from tide_strategies.fsdp2 import TideHandle as TideHandle
     from tide_strategies.fsdp2 import apply_tide as apply_tide
+    from tide_strategies.integrations.accelerate import TideFSDPPlugin as TideFSDPPlugin
     from tide_strategies.integrations.lightning import TideFSDPStrategy as TideFSDPStrategy
     from tide_strategies.report import TideReport as TideReport
 

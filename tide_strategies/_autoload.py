@@ -6,6 +6,9 @@ finder; no framework and no other part of TIDE is imported). When the program la
 of ``_HOOKS``, the finder lets the ordinary import run and then calls that module's hook, which adds TIDE to the
 framework's own registry.
 
+Accelerate's command line learns to read a ``tide_config:`` section; in any other process Accelerate is left alone,
+unless it was started for such a file.
+
 Switched off by ``TIDE_AUTOLOAD=0``. With ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` torch calls no entry point at all;
 ``import tide_strategies`` then does the same work by hand.
 """
@@ -22,6 +25,7 @@ from types import ModuleType
 SWITCH = "TIDE_AUTOLOAD"
 
 _LIGHTNING = "tide_strategies.integrations.lightning.registration"
+_ACCELERATE = "tide_strategies.integrations.accelerate"
 
 # Host module -> hook, as "module:function"; the function gets the host module once its import is complete.
 # A hook may run more than once for a module (after a reload), so it must be idempotent.
@@ -30,9 +34,15 @@ _HOOKS = {
     "pytorch_lightning.strategies": f"{_LIGHTNING}:register_trainer_strategy",
     "lightning.fabric.strategies": f"{_LIGHTNING}:register_fabric_strategy",
     "lightning_fabric.strategies": f"{_LIGHTNING}:register_fabric_strategy",
+    "accelerate.commands.launch": f"{_ACCELERATE}.launching:extend_launcher",
+    "accelerate.accelerator": f"{_ACCELERATE}.environment:extend_if_requested",
 }
 
 _failed: set[str] = set()
+
+# Hosts whose own import has led to ours (``accelerate.accelerator`` may be what imports torch): their hooks run at
+# the first import after theirs is complete.
+_pending: set[str] = set()
 
 
 class _PostImportFinder(MetaPathFinder):
@@ -41,6 +51,8 @@ class _PostImportFinder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if _pending:
+            _run_pending()
         if name not in _HOOKS:
             return None
         for finder in sys.meta_path:
@@ -56,16 +68,28 @@ class _PostImportFinder(MetaPathFinder):
 def autoload() -> None:
     """Install the post-import hooks, once; run those of modules that are imported already. Never raises."""
     try:
-        if os.environ.get(SWITCH, "1").strip().lower() in ("0", "false", "off", "no"):
-            return
-        if not any(isinstance(finder, _PostImportFinder) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _PostImportFinder())
-        for name in _HOOKS:
-            module = sys.modules.get(name)
-            if module is not None and not _is_initializing(module):
-                _run_hook(name, module)
+        if os.environ.get(SWITCH, "1").strip().lower() not in ("0", "false", "off", "no"):
+            install_hooks()
     except Exception as error:
         _warn_once("autoload", f"TIDE could not install its import hooks ({type(error).__name__}: {error})")
+
+
+def install_hooks() -> None:
+    """The same whatever the switch says, for programs that ask for TIDE by name (``tide_strategies.launch``)."""
+    if not any(isinstance(finder, _PostImportFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PostImportFinder())
+    _pending.update(name for name in _HOOKS if name in sys.modules)
+    _run_pending()
+
+
+def _run_pending() -> None:
+    for name in sorted(_pending):
+        module = sys.modules.get(name)
+        if module is None:
+            _pending.discard(name)  # its import failed
+        elif not _is_initializing(module):
+            _pending.discard(name)
+            _run_hook(name, module)
 
 
 def _run_hook_after_exec(spec: ModuleSpec) -> None:

@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from enum import Enum
 from typing import Any, Literal, TypeVar
 
 from tide_strategies.errors import TideConfigError
@@ -160,8 +161,10 @@ class TideConfig:
         """
         if value is None:
             value = {}
+        if not isinstance(value, TideConfig):
+            value = _plain(value)
         if isinstance(value, Mapping):
-            value = _build(cls, _nest(_plain(value)), "")
+            value = _build(cls, _nest(value), "")
         if not isinstance(value, TideConfig):
             raise TideConfigError(
                 f"TIDE options must be a mapping or a TideConfig, not {type(value).__name__}: {value!r}"
@@ -198,15 +201,15 @@ def parse_topology(text: str) -> TopologyConfig:
 
 
 def _plain(value: Any) -> Any:
-    """Turn any mapping type (an OmegaConf node, say) into plain dictionaries."""
+    """Turn any mapping type (an OmegaConf node, say) into plain dictionaries, and enumeration members into names."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, Mapping):
         return {k: _plain(value[k]) for k in value}
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    return value
+    return value.name if isinstance(value, Enum) else value
 
 
-def _nest(data: dict[Any, Any]) -> dict[str, Any]:
+def _nest(data: Mapping[Any, Any]) -> dict[str, Any]:
     """Accept ``{"all_gather.slots": 3}`` as well as ``{"all_gather": {"slots": 3}}``."""
     out: dict[str, Any] = {}
     for key, value in data.items():
@@ -235,6 +238,8 @@ def _build(cls: type[T], data: Mapping[str, Any], path: str) -> T:
             close = difflib.get_close_matches(str(key), known, n=1)
             hint = f"; did you mean {path + close[0]!r}?" if close else "."
             raise TideConfigError(f"unknown TIDE option {where!r}{hint} Known here: {', '.join(known)}.")
+        if key == "cache" and value is False:
+            value = "off"  # how YAML 1.1 reads a bare off
         if key == "topology" and isinstance(value, str) and value != "auto":
             value = parse_topology(value)
         section: Any = next((h for h in _members(hints[key]) if is_dataclass(h)), None)

@@ -111,6 +111,14 @@ def test_host_imported_before_us(stand_in):
     assert run(f"import lightning_fabric.strategies, tide_strategies; {LOOK}", stand_in) == REGISTERED
 
 
+def test_host_whose_own_import_imports_us(stand_in, tmp_path):
+    strategies = tmp_path / "lightning_fabric/strategies.py"
+    strategies.write_text("import tide_strategies\n" + strategies.read_text() + "import json.tool\n")
+    for last in ("this_is_not_there", "wave"):  # whatever is imported next, there or not
+        attempt = f"try: import {last}\nexcept ImportError: pass\n"
+        assert run(f"import lightning_fabric.strategies\n{attempt}{LOOK}", stand_in) == REGISTERED
+
+
 def test_loader_of_the_host_is_its_own(stand_in):
     code = """
 import tide_strategies, importlib.util, inspect, importlib

@@ -65,7 +65,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "all_gather.multicast": (["auto", True, False], ["on", 1, None]),
     "all_gather.memory_budget": ([None, 1, 2**40], [0, -5, 1.5, "4GiB", True]),
     "all_gather.slots": ([1, 2, 64], [0, -1, 2.0, "auto", True]),
-    "all_gather.cache": (["off", "turnaround", "microbatch"], ["on", False]),
+    "all_gather.cache": (["off", "turnaround", "microbatch"], ["on", True]),
     "reduce_scatter.mode": (["in_place", "slot_reuse"], ["inplace", None]),
     "reduce_scatter.sum_ctas": (["auto", 1, 8], [0, "8", 1.5]),
     "reduce_scatter.landing_ctas": (["auto", 1, 8], [0, False]),
@@ -73,11 +73,17 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "reduce_scatter.chunk_bytes": (["auto", 4096, 1 << 20], [4095, 0, "64k"]),
     "reduce_scatter.passes": (["auto", 1, 8], [0, "two"]),
     "rail": (["auto", "nccl_rma", "p2p", "local"], ["nccl", ""]),
-    "calibration.cache": (["auto", "off", "/some/file.json"], [None, False, 3]),
+    "calibration.cache": (["auto", "off", "/some/file.json"], [None, True, 3]),
     "calibration.budget_s": ([0.1, 2], [0, -1, float("nan"), "2s"]),
     "debug.poison_slots": ([True, False], [1, "on"]),
     "debug.trace": ([True, False], [None, "off"]),
 }
+
+
+@pytest.mark.parametrize("option", ["all_gather.cache", "calibration.cache"])
+def test_off_is_what_yaml_makes_of_it(option: str) -> None:
+    """YAML 1.1 reads a bare ``off`` as false."""
+    assert leaves(TideConfig.from_any({option: False}))[option] == "off"
 
 
 def test_every_option_is_covered_here() -> None:

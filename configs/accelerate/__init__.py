@@ -1,0 +1,1 @@
+"""Configuration files for ``accelerate launch``: complete, to copy from."""

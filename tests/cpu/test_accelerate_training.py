@@ -1,0 +1,109 @@
+"""Training through an Accelerator: the same bits as Accelerate's own FSDP2, and resumed equals uninterrupted."""
+
+from importlib.util import find_spec
+
+import pytest
+from harness import launch
+
+pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
+
+
+def equal_to_stock(rank, world, folder):
+    import accelerate_jobs as jobs
+    import torch
+
+    from tide_strategies import TideFSDPPlugin
+
+    jobs.environment(rank, world)
+    results = {}
+    for precision in ("no", "bf16"):
+        options = {"mixed_precision": precision, "gradient_accumulation_steps": 2}
+        with_tide = jobs.Training(jobs.accelerator_with_tide(**options))
+        initial = with_tide.result()[0]
+        with_tide.run(4)
+        plugin = with_tide.accelerator.state.fsdp_plugin
+        report = plugin.tide_report()
+        jobs.finish(with_tide)
+        recomputing = TideFSDPPlugin(activation_checkpointing=True)
+        recomputed = jobs.Training(jobs.accelerator_with_tide(recomputing, **options)).run(4)
+        jobs.finish(recomputed)
+        stock = jobs.Training(jobs.accelerator_with_stock_fsdp2(precision, gradient_accumulation_steps=2)).run(4)
+        reduce = plugin.mixed_precision_policy and plugin.mixed_precision_policy.reduce_dtype
+        results[precision] = {
+            "equal": with_tide.result() == stock.result(),
+            "moved": all(v != initial[n] for n, v in with_tide.result()[0].items() if v and n != "scale"),
+            "clipped": bool(torch.stack(with_tide.norms).max() > 0.5),
+            "norms": len(with_tide.norms),
+            "status": report.status,
+            "calls": [g.reduce_scatter.calls for g in report.groups],
+            "reduce": str(reduce),
+            "recomputed": recomputing.tide_report().status,
+            "recomputed alike": list(recomputed.result()[0].values()) == list(with_tide.result()[0].values()),
+        }
+    return results
+
+
+def test_bits_of_stock_with_accumulation_and_clipping(tmp_path):
+    for results in launch(2, equal_to_stock, tmp_path):
+        for precision, reduce in (("no", "None"), ("bf16", "torch.float32")):
+            assert results[precision] == {
+                "equal": True,
+                "moved": True,
+                "clipped": True,
+                "norms": 4,
+                "status": "4 of 4 groups accelerated",
+                "calls": [4] * 4,  # once a step, not once a micro-batch
+                "reduce": reduce,
+                "recomputed": "4 of 4 groups accelerated",  # the same units, found once
+                "recomputed alike": True,
+            }
+
+
+def resumed(rank, world, folder):
+    import accelerate_jobs as jobs
+
+    from tide_strategies import TideFSDPPlugin
+
+    jobs.environment(rank, world)
+    results = {}
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+
+        def training(seed, kind=kind):
+            # Other ranks' values come from rank 0: what they were built with does not matter.
+            plugin = TideFSDPPlugin(state_dict_type=kind, cpu_ram_efficient_loading=True, timeout_s=60)
+            accelerator = jobs.accelerator_with_tide(plugin, gradient_accumulation_steps=2)
+            return jobs.Training(accelerator, seed=seed + rank)
+
+        through = training(seed=0).run(3)
+        through.accelerator.save_state(str(folder / kind))
+        saved = through.result()
+        through.run(3)
+        uninterrupted = through.result()
+        # In the same session, then in one that never trained, from other initial values.
+        through.accelerator.load_state(str(folder / kind))
+        reloaded = through.result()
+        jobs.finish(through)
+        later = training(seed=77)
+        later.accelerator.load_state(str(folder / kind))
+        later.step = 3
+        later.run(3)
+        full = later.accelerator.get_state_dict(later.model)
+        results[kind] = {
+            "reloaded": reloaded[:2] == saved[:2] and reloaded[3] == saved[3],
+            "resumed": later.result()[:2] == uninterrupted[:2] and later.result()[3] == uninterrupted[3],
+            "status": later.accelerator.state.fsdp_plugin.tide_report().status,
+            "gathered": sorted(full) == sorted(jobs.Model().state_dict()) if rank == 0 else True,
+        }
+        jobs.finish(later)
+    return results
+
+
+def test_resumed_equals_uninterrupted_in_both_checkpoint_types(tmp_path):
+    for results in launch(2, resumed, tmp_path):
+        for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+            assert results[kind] == {
+                "reloaded": True,
+                "resumed": True,
+                "status": "4 of 4 groups accelerated",
+                "gathered": True,
+            }

@@ -1,0 +1,120 @@
+"""TIDE's options in Hydra applications, and with OmegaConf alone: found, typed, mistakes refused, reloaded equal."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tide_strategies.config import TideConfig, TopologyConfig
+from tide_strategies.errors import TideConfigError
+from tide_strategies.integrations.hydra import schema, structured_config
+
+hydra = pytest.importorskip("hydra")
+omegaconf = pytest.importorskip("omegaconf")
+OmegaConf = omegaconf.OmegaConf
+
+FOLDER = files("tide_strategies.configs.tide")
+PRESETS = sorted(p.name.removesuffix(".yaml") for p in FOLDER.iterdir() if p.name.endswith(".yaml"))
+
+
+@pytest.fixture
+def app(tmp_path: Path):
+    """A user's application: its own configuration folder, which adds a preset to TIDE's group."""
+    (tmp_path / "tide").mkdir()
+    (tmp_path / "config.yaml").write_text("defaults: [{tide: h200}, _self_]\nlr: 0.1\n")
+    (tmp_path / "tide/mine.yaml").write_text("defaults: [h200, _self_]\ntimeout_s: 30\nall_gather: {cache: 'off'}\n")
+
+    def compose(*overrides: str, config: str = "config") -> Any:
+        with hydra.initialize_config_dir(config_dir=str(tmp_path), version_base=None):
+            return hydra.compose(config_name=config, overrides=list(overrides))
+
+    return compose
+
+
+def test_any_application_finds_the_group_and_overrides_it(app) -> None:
+    config = TideConfig.from_any(app("tide.reduce_scatter.mode=slot_reuse", "tide.topology=2x4").tide)
+    assert config.changed() == ["all_gather.slots", "reduce_scatter.mode"]
+    assert config.topology == TopologyConfig(nodes=2, gpus_per_node=4)
+    assert TideConfig.from_any(app("tide=mine").tide).to_dict()["all_gather"]["cache"] == "off"
+    section = "tide.topology={nodes:1,gpus_per_node:2}"
+    assert TideConfig.from_any(app(section).tide).topology == TopologyConfig(nodes=1, gpus_per_node=2)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_complete_and_reloads_equal(app, preset: str) -> None:
+    node = app(f"tide={preset}").tide
+    config = TideConfig.from_any(node)
+    assert OmegaConf.to_container(node, enum_to_str=True) == config.to_dict()
+    assert TideConfig.from_any(OmegaConf.create(OmegaConf.to_yaml(node))) == config
+    assert TideConfig.from_any(OmegaConf.to_container(node)) == config
+    assert TideConfig.from_any(OmegaConf.to_object(node)) == config
+    assert OmegaConf.merge(structured_config(), config.to_dict()) == node
+    # the file itself, without Hydra
+    alone = OmegaConf.load(str(FOLDER / f"{preset}.yaml"))
+    assert TideConfig.from_any(alone) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("tide.reduce_scatter.mod=in_place", ["'mod' not in", "options are mode, sum_ctas"]),
+        ("tide.timout_s=3", ["'timout_s' not in", "timeout_s"]),
+        ("tide.reduce_scatter.mode=inplace", ["'inplace', expected one of [in_place, slot_reuse]"]),
+        ("tide.all_gather.cache=false", ["'False', expected one of [off, turnaround, microbatch]"]),
+        ("tide.timeout_s=soon", ["'soon'", "could not be converted to Float"]),
+        ("tide.all_gather.slots=2.5", ["'2.5'", "could not be converted to Integer"]),
+        ("tide.strict=perhaps", ["'perhaps' is not a valid bool"]),
+        ("tide.all_gather.slots=[1]", ["all_gather.slots"]),
+        ("tide=h100", ["Could not find 'tide/h100'", "h200"]),
+    ],
+)
+def test_mistakes_are_refused_while_hydra_composes(app, override: str, words: list[str]) -> None:
+    with pytest.raises((hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException)) as refused:
+        app(override)
+    for word in words:
+        assert word in str(refused.value) + str(refused.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("+tide.reduce_scater={mode: in_place}", "did you mean 'reduce_scatter'"),
+        ("tide.reduce_scatter.sum_ctas=many", "'reduce_scatter.sum_ctas' must be 'auto' or a whole number; got 'many'"),
+        ("tide.all_gather.multicast=on_request", "'all_gather.multicast' must be 'auto' or true or false"),
+        ("tide.topology={nodes: 2}", "gpus_per_node"),
+        ("tide.all_gather.slots=0", "at least 1"),
+    ],
+)
+def test_what_hydra_lets_through_tide_refuses(app, override: str, words: str) -> None:
+    node = app(override).tide
+    with pytest.raises(TideConfigError) as refused:
+        TideConfig.from_any(node)
+    assert words in str(refused.value)
+
+
+def test_omegaconf_alone(tmp_path: Path) -> None:
+    (tmp_path / "options.yaml").write_text("timeout_s: ${seconds}\nreduce_scatter: {mode: slot_reuse}\n")
+    file = OmegaConf.load(tmp_path / "options.yaml")
+    whole = OmegaConf.create({"seconds": 5})
+    whole.tide = OmegaConf.merge(structured_config(), file, OmegaConf.from_dotlist(["all_gather.slots=3"]))
+    config = TideConfig.from_any(whole.tide)
+    assert config.changed() == ["timeout_s", "all_gather.slots", "reduce_scatter.mode"]
+    assert config.timeout_s == 5
+    with pytest.raises(TideConfigError, match=r"did you mean 'all_gather\.slots'"):
+        TideConfig.from_any(OmegaConf.create({"all_gather": {"slot": 3}}))
+
+
+def test_the_schema_has_the_options_of_tide_and_no_others() -> None:
+    def names(section: type) -> list[Any]:
+        out: list[Any] = []
+        for f in fields(section):
+            kind = type(f.default_factory()) if callable(f.default_factory) else None
+            out.append((f.name, names(kind) if kind is not None and is_dataclass(kind) else None))
+        return out
+
+    assert names(schema()) == names(TideConfig)
+    assert TideConfig.from_any(structured_config()) == TideConfig()
