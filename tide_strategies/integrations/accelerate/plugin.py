@@ -23,6 +23,7 @@ from tide_strategies.errors import TideConfigError
 from tide_strategies.fsdp2 import TideHandle, apply_tide
 from tide_strategies.integrations.accelerate.environment import requested_config
 from tide_strategies.integrations.accelerate.training import extend
+from tide_strategies.integrations.options import TIDE_OPTIONS, combined, unknown_option
 from tide_strategies.integrations.summary import summary_line
 from tide_strategies.integrations.wrapping import plan_units
 from tide_strategies.report import TideReport
@@ -34,7 +35,6 @@ _Host: Any = FullyShardedDataParallelPlugin  # the type checker may or may not s
 
 _HANDLE = "_tide_handle"  # attribute of a prepared model
 _FSDP_OPTIONS = tuple(f.name for f in dataclasses.fields(FullyShardedDataParallelPlugin))
-_TIDE_OPTIONS = tuple(f.name for f in dataclasses.fields(TideConfig))
 
 
 class TideFSDPPlugin(_Host):
@@ -62,10 +62,12 @@ class TideFSDPPlugin(_Host):
 
     def __init__(self, tide: TideConfig | Mapping[str, Any] | None = None, **options: Any) -> None:
         for name in options:
-            if name not in (*_FSDP_OPTIONS, *_TIDE_OPTIONS):
-                raise TideConfigError(_unknown(name))
-        given = {name: options.pop(name) for name in _TIDE_OPTIONS if name in options}
-        self._adopt_config(_combine(tide, given))
+            if name not in (*_FSDP_OPTIONS, *TIDE_OPTIONS):
+                described = "those of FullyShardedDataParallelPlugin"
+                raise TideConfigError(unknown_option(name, "TideFSDPPlugin", _FSDP_OPTIONS, described))
+        given = {name: options.pop(name) for name in TIDE_OPTIONS if name in options}
+        requested = requested_config() if tide is None and not given else None
+        self._adopt_config(requested or combined(tide, given))
         request_queues()  # before the Accelerator starts CUDA
         super().__init__(**options)
 
@@ -160,25 +162,6 @@ def with_tide(plugin: FullyShardedDataParallelPlugin, config: TideConfig) -> Tid
     assert isinstance(plugin, TideFSDPPlugin)
     plugin._adopt_config(config)
     return plugin
-
-
-def _combine(tide: TideConfig | Mapping[str, Any] | None, given: dict[str, Any]) -> TideConfig:
-    if tide is None and not given:
-        return requested_config() or TideConfig.from_any()
-    base = {} if tide is None else TideConfig.from_any(tide).to_dict()
-    twice = sorted(set(tide) & set(given)) if isinstance(tide, Mapping) else []
-    if twice:
-        raise TideConfigError(f"{', '.join(twice)} given both inside tide= and as a keyword argument; give it once")
-    return TideConfig.from_any({**base, **given})
-
-
-def _unknown(name: str) -> str:
-    close = difflib.get_close_matches(name, [*_FSDP_OPTIONS, *_TIDE_OPTIONS], n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
-    return (
-        f"TideFSDPPlugin has no option {name!r}{hint} It takes those of FullyShardedDataParallelPlugin, and the TIDE "
-        f"options {', '.join(_TIDE_OPTIONS)}."
-    )
 
 
 def _check_version(version: int) -> None:

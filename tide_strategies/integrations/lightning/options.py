@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from tide_strategies.config import TideConfig
 from tide_strategies.errors import TideConfigError
-
-TIDE_OPTIONS = tuple(f.name for f in fields(TideConfig))
+from tide_strategies.integrations.options import TIDE_OPTIONS, combined, unknown_option
 
 # Options of Lightning's ModelParallelStrategy that mean nothing here, and what to use instead.
 _REFUSED = {
@@ -33,17 +30,7 @@ def tide_config(tide: TideConfig | Mapping[str, Any] | None, options: Mapping[st
             raise TideConfigError(f"{owner.__name__} does not take {name}: {_REFUSED[name]}.")
         if name not in TIDE_OPTIONS:
             raise TideConfigError(_unknown(name, owner))
-    if not options:
-        return TideConfig.from_any(tide)
-    base = tide.to_dict() if isinstance(tide, TideConfig) else tide
-    if isinstance(base, Mapping):
-        twice = sorted(set(base) & set(options)) if not isinstance(tide, TideConfig) else []
-        if twice:
-            raise TideConfigError(f"{', '.join(twice)} given both inside tide= and as a keyword argument; give it once")
-        return TideConfig.from_any({**base, **options})
-    if base is not None:
-        return TideConfig.from_any(base)  # raises, and says what is allowed
-    return TideConfig.from_any(options)
+    return combined(tide, options)
 
 
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
@@ -76,9 +63,4 @@ def _unknown(name: str, owner: type) -> str:
         for p in inspect.signature(owner).parameters.values()
         if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    close = difflib.get_close_matches(name, [*own, *TIDE_OPTIONS], n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
-    return (
-        f"{owner.__name__} has no option {name!r}{hint} It takes {', '.join(own)}, and the TIDE options "
-        f"{', '.join(TIDE_OPTIONS)}."
-    )
+    return unknown_option(name, owner.__name__, own, ", ".join(own))
