@@ -181,3 +181,22 @@ def test_builders_across_nodes_refuse_what_they_cannot_do() -> None:
         all_gather_nodes(layout, topology, 0, [Item.F32], adopted=True)
     with pytest.raises(ValueError, match="head_bytes"):
         all_gather_nodes(layout, topology, 0, [Item.BF16], head_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("members", "shape"),
+    [
+        (range(16, 32), "2x8"),  # one shard group of HSDP
+        (range(4), "1x4"),  # half a node
+        (range(3, 32, 8), "4x1"),  # experts: one rank a node
+        ([0, 1, 8, 9], "2x2"),
+    ],
+)
+def test_a_group_has_a_topology_of_its_own(members, shape) -> None:
+    assert str(Topology.of_group(members, 8)) == shape
+
+
+@pytest.mark.parametrize("members", [[], [0, 1, 8], [8, 0], [0, 8, 1, 9]])
+def test_a_group_that_is_not_even_or_not_in_order_has_none(members) -> None:
+    with pytest.raises(ValueError, match="as many ranks on each"):
+        Topology.of_group(members, 8)

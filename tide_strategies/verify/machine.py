@@ -5,8 +5,8 @@ the notification that it needs and of no later one. So what is ordered here is o
 not is reported as a race although this one execution may have been lucky. Control never depends on data and cells only
 grow: if this execution ends, every one does; if it cannot move, none can.
 
-A put writes through a thread of its own per (stream, target): that its bytes are in is known to nobody but who awaits
-its signal.
+A put writes through a thread of its own per (stream, target, signal): that its bytes are in is known to nobody but who
+awaits its signal.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Machine:
         self._last: dict[Cell, Actor] = {}
         self._marks: dict[tuple[int, object], Release] = {}
         self._names: list[str] = []
-        self._nics: dict[tuple[int, int], Actor] = {}
+        self._nics: dict[tuple[int, Cell, int], Actor] = {}
         self._heads: dict[tuple[int, int, int], tuple[int, int]] = {}
         self._width = 0
 
@@ -146,16 +146,17 @@ class Machine:
 
     def _count_nics(self, work: Sequence[tuple[int, str, Sequence[Step]]]) -> int:
         return sum(
-            len({to for s in steps if isinstance(s, Do) for op in s.call.schedule.streams[s.stream]
-                 for to in self._remote(rank, op)})
+            len({key for s in steps if isinstance(s, Do) for op in s.call.schedule.streams[s.stream]
+                 for key in self._remote(rank, s.call, op)})
             for rank, _, steps in work
         )  # fmt: skip
 
-    def _remote(self, rank: int, op: Op) -> Iterator[int]:
-        """The rank of another node that an operation reaches."""
-        to = op.dst.at if isinstance(op, Put) else op.to if isinstance(op, Notify) else NODE
-        if to != NODE and to not in self._node(rank):
-            yield to
+    def _remote(self, rank: int, call: Call, op: Op) -> Iterator[tuple[object, int]]:
+        """The signal to a rank of another node, and that rank."""
+        if isinstance(op, Put):
+            yield call.bind(op.signal), op.dst.at
+        elif isinstance(op, Notify) and op.to != NODE and op.to not in self._node(rank):
+            yield call.bind(op.counter), op.to
 
     def _check_totals(self) -> None:
         for rank, totals in enumerate(self.expected):
@@ -282,7 +283,8 @@ class Machine:
             if op.to == NODE or op.to in self._node(thread.rank):
                 self._notify(thread, cell, op.to, thread.release())
             else:  # it keeps its place among the signals of the cell, but proves nothing of other puts
-                self._notify(self._nic(thread, op.to), cell, op.to, (thread.clock, ((thread.number, thread.tick - 1),)))
+                nic = self._nic(thread, cell, op.to)
+                self._notify(nic, cell, op.to, (thread.clock, ((thread.number, thread.tick - 1),)))
         elif isinstance(op, Record):
             self._marks[thread.rank, (call.number, op.event)] = thread.release()
         else:
@@ -293,19 +295,21 @@ class Machine:
         if self._node(op.dst.at) == self._node(thread.rank) and self.local_ranks > 1:
             raise Violation("signal", f"{thread.name} puts to rank {op.dst.at} of its own node")
         runs = source.read(thread, self._base(call, op.src), op.nbytes)
-        nic = self._nic(thread, op.dst.at)
+        cell = (call.bind(op.signal), thread.rank)
+        nic = self._nic(thread, cell, op.dst.at)
         self._pace(thread, call, op, nic)
         target.write(nic, op.dst.offset, runs)
         release = (nic.clock, ((nic.number, nic.tick), (thread.number, thread.tick - 1)))
-        self._notify(nic, (call.bind(op.signal), thread.rank), op.dst.at, release)
+        self._notify(nic, cell, op.dst.at, release)
         nic.tick += 1
 
-    def _nic(self, thread: Thread, to: int) -> Actor:
-        """Who acts at rank ``to`` for a stream: in the stream's order, at a time that the stream does not know."""
-        nic = self._nics.get((thread.number, to))
+    def _nic(self, thread: Thread, cell: Cell, to: int) -> Actor:
+        """Who acts at rank ``to`` for a stream and a signal: in the stream's order, at a time that it does not know."""
+        nic = self._nics.get((thread.number, cell, to))
         if nic is None:
-            nic = self._nics[thread.number, to] = Actor(len(self._names), f"{thread.name} put to {to}", thread.clock)
-            self._names.append(nic.name)
+            name = f"{thread.name} to {to} with {cell[0]}"
+            nic = self._nics[thread.number, cell, to] = Actor(len(self._names), name, thread.clock)
+            self._names.append(name)
         nic.clock = list(thread.clock)
         nic.clock[thread.number], nic.clock[nic.number] = thread.tick, nic.tick
         thread.tick += 1

@@ -1,10 +1,10 @@
 """A Promela model of a workload, generated from its schedules, for the Spin model checker.
 
-Every thread becomes a process that waits, accesses memory and notifies in its schedule's order; every put a process of
-its own, which writes and signals at some later time. Memory is cut where any access begins or ends; a cell holds the
-number of the operation that wrote it last, and every read asserts that it finds the writer it should. Spin goes
-through all interleavings: an assertion that fails is a race, an invalid end state a deadlock. So the model checks the
-verifier's clocks by brute force, on configurations small enough for it.
+Every thread becomes a process that waits, accesses memory and notifies in its schedule's order; the puts of a stream to
+one rank with one signal become a process of their own, which writes and signals at some later time. Memory is cut where
+any access begins or ends; a cell holds the number of the operation that wrote it last, and every read asserts that it
+finds the writer it should. Spin goes through all interleavings: an assertion that fails is a race, an invalid end state
+a deadlock. So the model checks the verifier's clocks by brute force, on configurations small enough for it.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Recorder(Machine):
         self._begin_event(thread, type(op).__name__)
         super()._do(thread, call, op)
 
-    def _nic(self, thread: Thread, to: int) -> Actor:
-        nic = super()._nic(thread, to)
+    def _nic(self, thread: Thread, cell: Cell, to: int) -> Actor:
+        nic = super()._nic(thread, cell, to)
         self.event(thread).notifies.append(("handed", nic.name))
         handed = sum(("handed", nic.name) in event.notifies for _, event in self.order)
         self._begin_event(nic, "rail").waits.append((("handed", nic.name), handed))
