@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -23,6 +24,28 @@ class Topology:
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.local_ranks < 1:
             raise ValueError(f"a topology needs at least 1 node and 1 local rank; got {self.nodes}x{self.local_ranks}")
+
+    @classmethod
+    def of_group(cls, members: Sequence[int], local_ranks: int) -> Topology:
+        """The topology of a process group within a job of ``local_ranks`` ranks per node.
+
+        Shard groups of HSDP span whole nodes or parts of one; expert groups may have a single rank on each node.
+
+        Args:
+            members: global ranks of the group, in group order.
+            local_ranks: ranks per node of the whole job, which numbers its ranks node by node.
+
+        Raises:
+            ValueError: if the group is not node-major with as many members on every node.
+        """
+        nodes = [r // local_ranks for r in members] if local_ranks > 0 else []
+        per_node = [nodes.count(n) for n in sorted(set(nodes))]
+        if not members or nodes != sorted(nodes) or len(set(per_node)) != 1:
+            raise ValueError(
+                f"a group needs as many ranks on each of its nodes, node by node; got ranks {list(members)} of nodes "
+                f"with {local_ranks} ranks"
+            )
+        return cls(len(per_node), per_node[0])
 
     @property
     def ranks(self) -> int:

@@ -5,8 +5,8 @@ the notification that it needs and of no later one. So what is ordered here is o
 not is reported as a race although this one execution may have been lucky. Control never depends on data and cells only
 grow: if this execution ends, every one does; if it cannot move, none can.
 
-A put writes through a thread of its own per (stream, target): that its bytes are in is known to nobody but who awaits
-its signal.
+A put writes through a thread of its own per (stream, target, signal): that its bytes are in is known to nobody but who
+awaits its signal.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ from tide_strategies.verify.steps import Act, Call, Cell, Do, Join, Mark, Step
 from tide_strategies.verify.violation import Violation
 
 #: What a release passes on: a clock, and (thread, tick) beyond it.
-_Release = tuple[list[int], tuple[tuple[int, int], ...]]
+Release = tuple[list[int], tuple[tuple[int, int], ...]]
 
 
-class _Thread(Actor):
+class Thread(Actor):
+    """A stream of a rank, or its caller."""
+
     __slots__ = ("rank", "steps")
 
     def __init__(self, number: int, name: str, rank: int, clock: list[int]) -> None:
@@ -45,12 +47,14 @@ class _Thread(Actor):
         self.rank = rank
         self.steps: Iterator[tuple[Cell | object, int] | None] = iter(())
 
-    def release(self) -> _Release:
+    def release(self) -> Release:
+        """What whoever waits for this point learns."""
         out = (self.clock, ((self.number, self.tick),))
         self.tick += 1
         return out
 
-    def acquire(self, release: _Release) -> None:
+    def acquire(self, release: Release) -> None:
+        """Learn what a release passes on."""
         clock, extra = release
         if all(self.clock[n] >= t for n, t in extra[:1]):
             return
@@ -74,13 +78,13 @@ class Machine:
         self.count = count
         self.ranks, self.local_ranks, self.shared_landing = ranks, local_ranks, shared_landing
         self.memories: dict[tuple[int, str], Memory] = {}
-        self.cells: dict[Cell, list[_Release]] = {}
+        self.cells: dict[Cell, list[Release]] = {}
         self.audience: dict[Cell, int] = {}
         self.expected: list[dict[Cell, int]] = [{} for _ in range(ranks)]
         self._last: dict[Cell, Actor] = {}
-        self._marks: dict[tuple[int, object], _Release] = {}
+        self._marks: dict[tuple[int, object], Release] = {}
         self._names: list[str] = []
-        self._nics: dict[tuple[int, int], Actor] = {}
+        self._nics: dict[tuple[int, Cell, int], Actor] = {}
         self._heads: dict[tuple[int, int, int], tuple[int, int]] = {}
         self._width = 0
 
@@ -103,11 +107,11 @@ class Machine:
         self._width = len(work) + self._count_nics(work)
         threads = []
         for rank, name, steps in work:
-            thread = _Thread(len(self._names), f"rank {rank} {name}", rank, [0] * self._width)
+            thread = Thread(len(self._names), f"rank {rank} {name}", rank, [0] * self._width)
             self._names.append(thread.name)
             thread.steps = self._steps(thread, steps)
             threads.append(thread)
-        waiting: dict[object, list[tuple[int, _Thread]]] = {}
+        waiting: dict[object, list[tuple[int, Thread]]] = {}
         ready = threads[::-1]
         while ready:
             thread = ready.pop()
@@ -142,16 +146,17 @@ class Machine:
 
     def _count_nics(self, work: Sequence[tuple[int, str, Sequence[Step]]]) -> int:
         return sum(
-            len({to for s in steps if isinstance(s, Do) for op in s.call.schedule.streams[s.stream]
-                 for to in self._remote(rank, op)})
+            len({key for s in steps if isinstance(s, Do) for op in s.call.schedule.streams[s.stream]
+                 for key in self._remote(rank, s.call, op)})
             for rank, _, steps in work
         )  # fmt: skip
 
-    def _remote(self, rank: int, op: Op) -> Iterator[int]:
-        """The rank of another node that an operation reaches."""
-        to = op.dst.at if isinstance(op, Put) else op.to if isinstance(op, Notify) else NODE
-        if to != NODE and to not in self._node(rank):
-            yield to
+    def _remote(self, rank: int, call: Call, op: Op) -> Iterator[tuple[object, int]]:
+        """The signal to a rank of another node, and that rank."""
+        if isinstance(op, Put):
+            yield call.bind(op.signal), op.dst.at
+        elif isinstance(op, Notify) and op.to != NODE and op.to not in self._node(rank):
+            yield call.bind(op.counter), op.to
 
     def _check_totals(self) -> None:
         for rank, totals in enumerate(self.expected):
@@ -162,24 +167,21 @@ class Machine:
 
     _woken: set[object]
 
-    def _steps(self, thread: _Thread, steps: Sequence[Step]) -> Iterator[tuple[object, int] | None]:
+    def _steps(self, thread: Thread, steps: Sequence[Step]) -> Iterator[tuple[object, int] | None]:
         self._woken = set()
         for step in steps:
             if isinstance(step, Act):
-                step.action(thread)
+                self._act(thread, step)
             elif isinstance(step, Mark):
-                key = (thread.rank, step.key)
-                self._marks[key] = thread.release()
-                self._woken.add(key)
+                self._mark(thread, step)
                 yield None
             elif isinstance(step, Join):
-                key = (thread.rank, step.key)
-                yield key, 0
-                thread.acquire(self._marks[key])
+                yield (thread.rank, step.key), 0
+                self._join(thread, step)
             else:
                 yield from self._stream(thread, step.call, step.stream)
 
-    def _stream(self, thread: _Thread, call: Call, stream: str) -> Iterator[tuple[object, int] | None]:
+    def _stream(self, thread: Thread, call: Call, stream: str) -> Iterator[tuple[object, int] | None]:
         for op in call.schedule.streams[stream]:
             if isinstance(op, Await):
                 cell = (call.bind(op.counter), op.writer)
@@ -198,7 +200,17 @@ class Machine:
                 if self._woken:
                     yield None
 
-    def _target(self, thread: _Thread, call: Call, op: Await, cell: Cell) -> int:
+    def _act(self, thread: Thread, step: Act) -> None:
+        step.action(thread)
+
+    def _mark(self, thread: Thread, step: Mark) -> None:
+        self._marks[thread.rank, step.key] = thread.release()
+        self._woken.add((thread.rank, step.key))
+
+    def _join(self, thread: Thread, step: Join) -> None:
+        thread.acquire(self._marks[thread.rank, step.key])
+
+    def _target(self, thread: Thread, call: Call, op: Await, cell: Cell) -> int:
         own = call.schedule.advance.get((op.counter, op.writer))
         if own is None or op.count > own:
             raise Violation("signal", f"{thread.name} awaits {op}, of which a call brings {own or 0}")
@@ -212,7 +224,7 @@ class Machine:
     def _describe(self, key: object, value: int) -> str:
         return f"{key} of {value} ({len(self.cells.get(key, ()))} there)"  # type: ignore[call-overload]
 
-    def _in_audience(self, thread: _Thread, cell: Cell) -> None:
+    def _in_audience(self, thread: Thread, cell: Cell) -> None:
         to, writer = self.audience[cell], cell[1]
         if not (to == thread.rank or (to == NODE and self._node(writer) == self._node(thread.rank))):
             raise Violation("signal", f"{thread.name} awaits {cell[0]} of rank {writer}, which tells it to {to}")
@@ -248,7 +260,7 @@ class Machine:
             owners = sorted({self.landing_owner(o) for o in owners})
         return [self.memories[o, name] for o in owners]
 
-    def _do(self, thread: _Thread, call: Call, op: Op) -> None:
+    def _do(self, thread: Thread, call: Call, op: Op) -> None:
         if isinstance(op, Copy):
             (source,) = self._memories(thread.rank, call, op.src)
             for target in self._memories(thread.rank, call, op.dst):
@@ -271,36 +283,39 @@ class Machine:
             if op.to == NODE or op.to in self._node(thread.rank):
                 self._notify(thread, cell, op.to, thread.release())
             else:  # it keeps its place among the signals of the cell, but proves nothing of other puts
-                self._notify(self._nic(thread, op.to), cell, op.to, (thread.clock, ((thread.number, thread.tick - 1),)))
+                nic = self._nic(thread, cell, op.to)
+                self._notify(nic, cell, op.to, (thread.clock, ((thread.number, thread.tick - 1),)))
         elif isinstance(op, Record):
             self._marks[thread.rank, (call.number, op.event)] = thread.release()
         else:
             raise Violation("signal", f"unknown operation {op!r}")
 
-    def _put(self, thread: _Thread, call: Call, op: Put) -> None:
+    def _put(self, thread: Thread, call: Call, op: Put) -> None:
         (source,), (target,) = self._memories(thread.rank, call, op.src), self._memories(thread.rank, call, op.dst)
         if self._node(op.dst.at) == self._node(thread.rank) and self.local_ranks > 1:
             raise Violation("signal", f"{thread.name} puts to rank {op.dst.at} of its own node")
         runs = source.read(thread, self._base(call, op.src), op.nbytes)
-        nic = self._nic(thread, op.dst.at)
+        cell = (call.bind(op.signal), thread.rank)
+        nic = self._nic(thread, cell, op.dst.at)
         self._pace(thread, call, op, nic)
         target.write(nic, op.dst.offset, runs)
         release = (nic.clock, ((nic.number, nic.tick), (thread.number, thread.tick - 1)))
-        self._notify(nic, (call.bind(op.signal), thread.rank), op.dst.at, release)
+        self._notify(nic, cell, op.dst.at, release)
         nic.tick += 1
 
-    def _nic(self, thread: _Thread, to: int) -> Actor:
-        """Who acts at rank ``to`` for a stream: in the stream's order, at a time that the stream does not know."""
-        nic = self._nics.get((thread.number, to))
+    def _nic(self, thread: Thread, cell: Cell, to: int) -> Actor:
+        """Who acts at rank ``to`` for a stream and a signal: in the stream's order, at a time that it does not know."""
+        nic = self._nics.get((thread.number, cell, to))
         if nic is None:
-            nic = self._nics[thread.number, to] = Actor(len(self._names), f"{thread.name} put to {to}", thread.clock)
-            self._names.append(nic.name)
+            name = f"{thread.name} to {to} with {cell[0]}"
+            nic = self._nics[thread.number, cell, to] = Actor(len(self._names), name, thread.clock)
+            self._names.append(name)
         nic.clock = list(thread.clock)
         nic.clock[thread.number], nic.clock[nic.number] = thread.tick, nic.tick
         thread.tick += 1
         return nic
 
-    def _pace(self, thread: _Thread, call: Call, op: Put, nic: Actor) -> None:
+    def _pace(self, thread: Thread, call: Call, op: Put, nic: Actor) -> None:
         """A round of an all-gather may begin when the first part of the one before is at the target."""
         if op.signal.name != "gathered":
             return
@@ -314,7 +329,7 @@ class Machine:
                     f"{thread.name} sends round {step} to rank {op.dst.at} before it has round {step - 1}'s head",
                 )
 
-    def _add(self, thread: _Thread, call: Call, op: Sum | Land) -> None:
+    def _add(self, thread: Thread, call: Call, op: Sum | Land) -> None:
         size = op.src_item.size if isinstance(op, Sum) else 4
         out, dst_size = [], op.dst_item.size
         (target,) = self._memories(thread.rank, call, op.dst)
@@ -327,7 +342,7 @@ class Machine:
                 sizes.append(size)
         target.write(thread, op.dst.offset, added(thread, out, sizes, op.items, dst_size))
 
-    def _notify(self, actor: Actor, cell: Cell, to: int, release: _Release) -> None:
+    def _notify(self, actor: Actor, cell: Cell, to: int, release: Release) -> None:
         if self.audience.setdefault(cell, to) != to:
             raise Violation("signal", f"{actor.name} tells {cell[0]} to {to}, before to {self.audience[cell]}")
         releases = self.cells.setdefault(cell, [])

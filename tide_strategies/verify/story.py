@@ -58,6 +58,7 @@ class Story:
         shared_landing: the ranks of a node have one landing (shared memory); otherwise each has its own.
         multicast: with landings of their own, one write still reaches all of a node.
         change: lets a test break schedules.
+        machine: what runs the calls.
     """
 
     def __init__(
@@ -68,10 +69,11 @@ class Story:
         shared_landing: bool = True,
         multicast: bool = False,
         change: Change | None = None,
+        machine: type[Machine] = Machine,
     ) -> None:
         self.topology, self.interleave, self.multicast = topology, interleave, multicast
         self.shared_landing = shared_landing
-        self.machine = Machine(topology.ranks, topology.local_ranks, shared_landing=shared_landing)
+        self.machine = machine(topology.ranks, topology.local_ranks, shared_landing=shared_landing)
         self.checked = 0
         self._change = change or (lambda kind, number, schedule: schedule)
         self._threads: dict[tuple[int, str], list[Step]] = {(r, "caller"): [] for r in range(topology.ranks)}

@@ -9,6 +9,7 @@ from tide_strategies.collectives.plan import BasePlan
 from tide_strategies.collectives.schedule import Item, Sum
 from tide_strategies.layout import GroupLayout
 from tide_strategies.topology import Topology
+from tide_strategies.verify.machine import Machine
 from tide_strategies.verify.story import Change, Gathered, Reduced, Story
 
 #: Two banks, two slots and two inboxes are all used again within this many calls.
@@ -53,7 +54,7 @@ class Workload:
     head_bytes: int = 48
     calls: int = CALLS
 
-    def story(self, change: Change | None = None, *, count: bool = True) -> Story:
+    def story(self, change: Change | None = None, *, count: bool = True, machine: type[Machine] = Machine) -> Story:
         """Build the calls, each schedule passed through ``change``."""
         story = Story(
             self.topology,
@@ -61,6 +62,7 @@ class Workload:
             shared_landing=self.shared_landing and not self.multicast and not self.slot_reuse,
             multicast=self.multicast,
             change=change,
+            machine=machine,
         )
         story.machine.count = count
         {"all-gather": self._gathers, "reduce-scatter": self._reductions, "step": self._step}[self.kind](story)

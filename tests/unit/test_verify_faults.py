@@ -1,0 +1,240 @@
+"""Nothing breaks silently: every fault of every kind is found, and no wait, signal or zero is there for nothing."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from tide_strategies.collectives.plan import BasePlan
+from tide_strategies.collectives.schedule import Await, Copy, Item, Notify, Put, Schedule, Sum
+from tide_strategies.layout import GroupLayout, ParamShape
+from tide_strategies.topology import Topology
+from tide_strategies.verify.faults import FAULTS, broken, found, places, redundant, schedules
+from tide_strategies.verify.steps import Act, Do, Join
+from tide_strategies.verify.story import Story
+from tide_strategies.verify.violation import Violation
+from tide_strategies.verify.workloads import Workload, variants
+
+BY_NAME = {fault.name: fault for fault in FAULTS}
+#: Faults after which every schedule is wrong, wherever they hit.
+ALWAYS = [
+    "dropped wait",
+    "dropped signal",
+    "doubled signal",
+    "wait for too little",
+    "dropped transfer",
+    "doubled transfer",
+    "dropped zeroing",
+    "misplaced data",
+    "lost contribution",
+    "contribution added twice",
+]
+#: Faults that may happen to change nothing (a signal that was first anyway), but not everywhere.
+SOMEWHERE = ["early signal", "wait that comes late", "wait for too much"]
+
+
+def groups(ranks: int, rows: int = 2) -> tuple[GroupLayout, ...]:
+    """Groups in which no sub-slice of any pass is empty."""
+    one = GroupLayout((ParamShape(rows * ranks, 4, 2),), ranks)
+    return one, GroupLayout((ParamShape(2 * rows * ranks, 3, 2), ParamShape(ranks, 4, 2)), ranks)
+
+
+def alike(work: Workload, interleave: bool, multicast: bool) -> list[Workload]:
+    """Workloads that run the same schedules, the most demanding first."""
+    chosen = [w for w in variants(work) if (w.interleave, w.multicast) == (interleave, multicast)][::-1]
+    return chosen + [replace(w, mixed=True) for w in chosen if w.kind == "reduce-scatter"]
+
+
+GATHER = Workload("all-gather", Topology(3, 2), groups(6), head_bytes=20)
+REDUCE = Workload("reduce-scatter", Topology(3, 2), groups(6), plan=BasePlan(3, 2, 2, 1), chunk_bytes=96)
+
+
+@pytest.mark.parametrize("interleave", [True, False], ids=["one thread", "side by side"])
+@pytest.mark.parametrize("work", [GATHER, REDUCE], ids=["all-gather", "reduce-scatter"])
+@pytest.mark.parametrize("name", ALWAYS)
+def test_every_fault_is_found_wherever_it_hits(name, work, interleave) -> None:
+    fault, multicast = BY_NAME[name], name == "dropped zeroing"
+    chosen = alike(work, interleave, multicast)
+    schedule = schedules(chosen[0], work.kind)[0]
+    hit = list(places(schedule, fault.hits))
+    if not hit:
+        pytest.skip(f"the {work.kind} has nothing to break this way")
+    for place in hit:
+        change = broken(fault, work.kind, 0, place, schedule.streams[place[0]][place[1]])
+        assert found(chosen, change, count=True) is not None, (name, place)
+
+
+@pytest.mark.parametrize("interleave", [True, False], ids=["one thread", "side by side"])
+@pytest.mark.parametrize("work", [GATHER, REDUCE], ids=["all-gather", "reduce-scatter"])
+@pytest.mark.parametrize("name", SOMEWHERE)
+def test_faults_of_timing_are_found(name, work, interleave) -> None:
+    chosen = alike(work, interleave, False)
+    schedule = schedules(chosen[0], work.kind)[0]
+    kinds: dict[str, bool] = {}
+    for place in places(schedule, BY_NAME[name].hits):
+        op = schedule.streams[place[0]][place[1]]
+        change = broken(BY_NAME[name], work.kind, 0, place, op)
+        caught = found(chosen, change, count=True) is not None
+        kinds[op.counter.name] = kinds.get(op.counter.name, False) or caught
+    missed = {k for k, caught in kinds.items() if not caught}
+    # A signal that is first in its stream cannot come earlier, a wait that is last not later.
+    assert missed <= {"early signal": {"vacated"}, "wait that comes late": {"landed"}, "wait for too much": set()}[name]
+
+
+REMOVED = [
+    replace(GATHER, topology=Topology(2, 2), layouts=groups(4)),
+    replace(GATHER, topology=Topology(5, 2), layouts=groups(10), adopted=True),
+    replace(GATHER, topology=Topology(6, 1), layouts=groups(6)),
+    replace(REDUCE, topology=Topology(2, 2), layouts=groups(4, 6), plan=BasePlan(2, 2, 2, 2, passes=3)),
+    replace(REDUCE, topology=Topology(5, 2), layouts=groups(10), plan=BasePlan(5, 2, 2, 2)),
+    replace(REDUCE, topology=Topology(5, 2), layouts=groups(10), plan=BasePlan(5, 2, 2, 1, slot_reuse=True)),
+    replace(REDUCE, topology=Topology(7, 1), layouts=groups(7), plan=BasePlan(7, 1, 1, 1)),
+    replace(REDUCE, topology=Topology(5, 1), layouts=groups(5), plan=BasePlan(5, 1, 1, 2)),
+]
+
+
+@pytest.mark.parametrize("multicast", [False, True], ids=["peer reads", "multicast"])
+@pytest.mark.parametrize("interleave", [True, False], ids=["one thread", "side by side"])
+@pytest.mark.parametrize("work", REMOVED, ids=lambda w: f"{w.kind} {w.topology} {w.plan and w.plan.passes}")
+def test_no_wait_signal_or_zero_is_redundant(work, interleave, multicast) -> None:
+    assert redundant(alike(work, interleave, multicast), work.kind, [0]) == []
+
+
+# Faults of the caller and of the order of calls.
+
+
+def story_of(edit=None, interleave: bool = False, calls: int = 4) -> Story:
+    """Reduce-scatters of one group, whose caller's steps on rank 0 a test may edit."""
+    story = Story(Topology(3, 2), interleave=interleave)
+    reduced = [story.reduce(groups(6)[0], chunk_bytes=96, plan=BasePlan(3, 2, 2, 1)) for _ in range(calls)]
+    for one in reduced:
+        story.finish(one)
+    if edit:
+        edit(story._threads[0, "caller"])
+    return story
+
+
+def without_join(stream: str, steps: list) -> None:
+    steps.remove(next(s for s in steps if isinstance(s, Join) and s.key[0] == "end" and s.key[2] == stream))
+
+
+@pytest.mark.parametrize("stream", ["push", "sum"])
+def test_gradients_freed_before_they_are_read_are_found(stream) -> None:
+    story_of().run()
+    with pytest.raises(Violation, match="race"):
+        story_of(partial(without_join, stream)).run()
+
+
+def test_an_output_used_before_it_is_complete_is_found() -> None:
+    with pytest.raises(Violation, match=r"race|result"):
+        story_of(partial(without_join, "network")).run()
+
+
+def gathers(edit=None, interleave: bool = False, slots: int = 2) -> Story:
+    story = Story(Topology(3, 2), interleave=interleave)
+    layout = groups(6)[0]
+    for i in range(4):
+        one = story.gather(layout, [Item.RAW2], i % slots)
+        story.use(one)
+        story.vacate(one)
+    if edit:
+        edit(story._threads[0, "caller"])
+    return story
+
+
+def test_parameters_used_before_they_are_gathered_are_found() -> None:
+    gathers().run()
+    for stream in ("copy", "completion"):
+        with pytest.raises(Violation, match=r"race|unwritten|result"):
+            gathers(partial(without_join, stream)).run()
+
+
+def test_a_landing_vacated_while_in_use_is_found() -> None:
+    def vacate_first(steps: list) -> None:
+        for i, step in enumerate(steps):
+            if isinstance(step, Do) and step.stream == "readiness":
+                use = max(k for k in range(i) if isinstance(steps[k], Act))
+                steps[use], steps[i] = steps[i], steps[use]
+
+    for interleave in (True, False):
+        with pytest.raises(Violation, match="race"):
+            gathers(vacate_first, interleave, slots=1).run()
+
+
+def test_calls_in_another_order_on_one_rank_are_found() -> None:
+    def swap(steps: list) -> None:
+        calls = [i for i, s in enumerate(steps) if isinstance(s, Do)]
+        first = [i for i in calls if steps[i].call.number == 1]
+        second = [i for i in calls if steps[i].call.number == 2]
+        for a, b in zip(first, second, strict=True):
+            steps[a], steps[b] = steps[b], steps[a]
+
+    with pytest.raises(Violation):
+        story_of(swap, interleave=True).run()
+
+
+def test_a_skipped_call_is_found() -> None:
+    def skip(steps: list) -> None:
+        steps[:] = [s for s in steps if not (isinstance(s, Do) and s.call.number == 2)]
+
+    with pytest.raises(Violation, match="deadlock"):
+        story_of(skip, interleave=True).run()
+
+
+@pytest.mark.parametrize("bank", [0, 1])
+def test_one_bank_for_all_calls_is_found(bank) -> None:
+    def same(kind: str, number: int, schedule: Schedule) -> Schedule:
+        def moved(op):
+            if isinstance(op, (Put, Copy)):
+                return replace(op, src=at(op.src), dst=at(op.dst))
+            return replace(op, dst=at(op.dst)) if isinstance(op, Sum) else op
+
+        def at(ref):
+            return replace(ref, index=bank) if ref.space.value in ("outbox", "spare") else ref
+
+        memory = {(s, bank if s.value in ("outbox", "spare") else i): n for (s, i), n in schedule.memory.items()}
+        streams = {name: tuple(map(moved, ops)) for name, ops in schedule.streams.items()}
+        return replace(schedule, streams=streams, memory=memory)
+
+    story = Story(Topology(3, 2), interleave=False, change=same)
+    for one in [story.reduce(groups(6)[0], chunk_bytes=96, plan=BasePlan(3, 2, 2, 1)) for _ in range(4)]:
+        story.finish(one)
+    with pytest.raises(Violation, match="race"):
+        story.run()
+
+
+def test_memory_beyond_what_a_schedule_asks_for_is_found() -> None:
+    def less(kind: str, number: int, schedule: Schedule) -> Schedule:
+        return replace(schedule, memory={key: n // 2 for key, n in schedule.memory.items()})
+
+    story = Story(Topology(3, 2), change=less)
+    story.finish(story.reduce(groups(6)[0], chunk_bytes=96, plan=BasePlan(3, 2, 2, 1)))
+    with pytest.raises(Violation, match="bounds"):
+        story.run()
+
+
+def test_two_streams_that_notify_one_counter_in_any_order_are_found() -> None:
+    def twice(kind: str, number: int, schedule: Schedule) -> Schedule:
+        streams = dict(schedule.streams)
+        signal = next(op for op in streams["sum"] if isinstance(op, Notify))
+        streams["push"] = (*streams["push"], signal)
+        return replace(schedule, streams=streams)
+
+    story = Story(Topology(3, 2), interleave=False, change=twice)
+    story.finish(story.reduce(groups(6)[0], chunk_bytes=96, plan=BasePlan(3, 2, 2, 1)))
+    with pytest.raises(Violation, match="signal"):
+        story.run()
+
+
+def test_a_wait_for_more_than_a_call_brings_is_found() -> None:
+    def more(kind: str, number: int, schedule: Schedule) -> Schedule:
+        streams = {
+            name: tuple(replace(op, count=99) if isinstance(op, Await) else op for op in ops)
+            for name, ops in schedule.streams.items()
+        }
+        return replace(schedule, streams=streams)
+
+    story = Story(Topology(3, 2), change=more)
+    story.finish(story.reduce(groups(6)[0], chunk_bytes=96, plan=BasePlan(3, 2, 2, 1)))
+    with pytest.raises(Violation, match="signal"):
+        story.run()

@@ -1,0 +1,61 @@
+"""Which plans run: the whole range of the paper's appendix D, and why a plan is refused."""
+
+import pytest
+
+from tide_strategies.collectives.plan import BasePlan, refusals, stale
+from tide_strategies.verify.base_plans import base_plans, connections, copy_descriptors
+
+
+def test_the_whole_range_of_base_plans_is_accepted_and_rejected_as_published() -> None:
+    *_, last = base_plans()
+    assert (last.accepted, last.rejected) == (458_304, 65_472)
+
+
+@pytest.mark.parametrize("passes", [2, 3, 4])
+def test_passes_accept_what_one_pass_accepts(passes) -> None:
+    nodes = [*range(2, 40), 63, 64, 65, 100, 257]
+    *_, one = base_plans(nodes)
+    *_, several = base_plans(nodes, passes)
+    assert (several.accepted, several.rejected) == (one.accepted, one.rejected)
+
+
+def test_a_width_that_does_not_divide_can_collide_with_the_own_node() -> None:
+    (why,) = refusals(BasePlan(9, 8, 3, 4))
+    assert "contributors 8 and 9 of wave 2 share an inbox block" in why
+
+
+@pytest.mark.parametrize(("nodes", "local_ranks"), [(2, 1), (5, 2), (9, 4), (33, 8), (128, 6)])
+def test_every_width_that_divides_is_free_of_collisions(nodes, local_ranks) -> None:
+    for width in (w for w in range(1, local_ranks + 1) if local_ranks % w == 0):
+        plan = BasePlan(nodes, local_ranks, width, 2)
+        assert refusals(plan) == ()
+        for wave in plan.waves():
+            assert len(set(plan.filled(wave))) == len(wave.contributors)
+
+
+def test_every_block_is_filled_or_zero_when_a_wave_is_landed() -> None:
+    plan = BasePlan(21, 8, 4, 2)
+    written: dict[int, set[int]] = {0: set(range(8)), 1: set(range(8))}  # nothing is known of before
+    for wave, zeroed in stale(plan):
+        filled = set(plan.filled(wave))
+        assert not zeroed & filled
+        assert written[wave.generation] - zeroed <= filled
+        written[wave.generation] = filled
+
+
+def test_refusals_say_what_is_out_of_range() -> None:
+    assert "several nodes" in refusals(BasePlan(1, 8, 8, 4))[0]
+    assert "wave_width" in refusals(BasePlan(4, 4, 8, 4))[0]
+    assert "round_width" in refusals(BasePlan(4, 4, 4, 0))[0]
+
+
+def test_the_small_outbox_covers_two_rounds_in_a_row() -> None:
+    assert BasePlan(64, 8, 8, 4, slot_reuse=True).outbox_blocks() == 8
+    assert BasePlan(9, 8, 8, 3, slot_reuse=True).outbox_blocks() == 6  # rounds of 3, 3, 2
+    assert BasePlan(64, 8, 8, 4).outbox_blocks() == 63
+
+
+def test_counts_of_copies_and_connections() -> None:
+    assert copy_descriptors(64, 8, 30) == (107_520, 13_440)
+    (pairs, steps), (rail_pairs, rail_steps) = connections(8, 8)
+    assert (pairs // rail_pairs, steps // rail_steps) == (8, 64)
