@@ -34,6 +34,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tide_strategies.errors import TideConfigError
+from tide_strategies.metrics import METRICS
 
 # ---- against the single-process reference
 
@@ -338,6 +339,38 @@ def check_meta_tensor_without_initialiser_is_named(pl):
 
     with pytest.raises(TideConfigError, match=r"network\.extra\.weight"):
         trainer_of(pl).fit(Late(), loader())
+
+
+# ---- numbers for loggers
+
+
+def check_monitor_gives_loggers_the_numbers_of_a_step(pl):
+    import importlib
+    import tempfile
+
+    kind = "unified" if pl.__name__ == "lightning.pytorch" else "standalone"
+    monitor = importlib.import_module(f"tide_strategies.integrations.lightning.trainer_{kind}").TideMonitor
+    seen = []
+
+    class Keep(pl.loggers.CSVLogger):
+        def log_metrics(self, metrics, step=None):
+            seen.append((step, metrics))
+
+    module = module_class(pl)()
+    logger = Keep(tempfile.mkdtemp())
+    trainer = trainer_of(pl, max_epochs=4, logger=logger, callbacks=[monitor()], log_every_n_steps=2)
+    trainer.fit(module, loader())
+    logged = [(step, m) for step, m in seen if "tide/collectives_ms" in m]
+    assert [step for step, _ in logged] == [s for s in range(2, trainer.global_step + 1) if s % 2 == 0]
+    for _, metrics in logged:
+        assert metrics.keys() == METRICS.keys()
+        groups = len(trainer.strategy.tide_report().groups)
+        assert (metrics["tide/groups_tide"], metrics["tide/groups_stock"]) == (groups, 0)
+        assert metrics["tide/reduce_scatters"] == groups, "one reduction of each group a step, not a total"
+        assert metrics["tide/collectives_ms"] >= metrics["tide/wait_ms"] >= 0
+        assert metrics["tide/moved_mib"] > 0
+    with pytest.raises(TideConfigError, match="TideMonitor needs Trainer"):
+        trainer_of(pl, strategy="ddp", callbacks=[monitor()]).fit(module_class(pl)(), loader())
 
 
 # ---- mistakes

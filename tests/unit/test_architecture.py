@@ -24,7 +24,7 @@ LAYERS: list[set[str]] = [
     {"errors", "configs"},
     {"config", "detect", "report", "layout", "topology"},
     {"collectives", "_native", "kernels"},
-    {"verify", "planner", "runtime"},
+    {"verify", "planner", "runtime", "metrics"},
     {"fsdp2"},
     {"integrations"},
     {"cli", "launch"},
@@ -32,7 +32,18 @@ LAYERS: list[set[str]] = [
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 #: The package's own front (names that resolve on first use) and its entry point; they import parts by name, late.
 FRONT = {"__init__", "_autoload"}
-TORCH_FREE = {"errors", "config", "detect", "report", "layout", "topology", "collectives", "verify", "planner"}
+TORCH_FREE = {
+    "errors",
+    "config",
+    "detect",
+    "report",
+    "layout",
+    "topology",
+    "collectives",
+    "verify",
+    "planner",
+    "metrics",
+}
 
 MAX_LINES = 450
 NONDESCRIPT = {"utils", "util", "helpers", "helper", "common", "misc"}

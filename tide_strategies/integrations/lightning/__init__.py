@@ -1,8 +1,8 @@
 """TIDE for Lightning: ``Trainer(strategy="tide_fsdp")`` and ``Fabric(strategy="tide_fsdp")``.
 
-``TideFSDPStrategy`` and ``TideFSDPFabricStrategy`` resolve to the class of the namespace that the program uses:
-the one already imported, ``lightning`` before the standalone packages if both are. A program that mixes both
-imports the class that it means from ``trainer_unified``, ``trainer_standalone``, ``fabric_unified`` or
+``TideFSDPStrategy``, ``TideMonitor`` and ``TideFSDPFabricStrategy`` resolve to the class of the namespace that the
+program uses: the one already imported, ``lightning`` before the standalone packages if both are. A program that mixes
+both imports the class that it means from ``trainer_unified``, ``trainer_standalone``, ``fabric_unified`` or
 ``fabric_standalone``.
 """
 
@@ -18,10 +18,15 @@ from tide_strategies.integrations.lightning.registration import FABRIC_MODULES, 
 if TYPE_CHECKING:
     from tide_strategies.integrations.lightning.fabric_unified import TideFSDPFabricStrategy as TideFSDPFabricStrategy
     from tide_strategies.integrations.lightning.trainer_unified import TideFSDPStrategy as TideFSDPStrategy
+    from tide_strategies.integrations.lightning.trainer_unified import TideMonitor as TideMonitor
 
-_LAZY = {"TideFSDPStrategy": TRAINER_MODULES, "TideFSDPFabricStrategy": FABRIC_MODULES}
+_LAZY = {
+    "TideFSDPStrategy": TRAINER_MODULES,
+    "TideMonitor": TRAINER_MODULES,
+    "TideFSDPFabricStrategy": FABRIC_MODULES,
+}
 
-__all__ = ["TideFSDPFabricStrategy", "TideFSDPStrategy"]
+__all__ = ["TideFSDPFabricStrategy", "TideFSDPStrategy", "TideMonitor"]
 
 
 def __getattr__(name: str) -> Any:

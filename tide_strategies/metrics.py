@@ -1,0 +1,74 @@
+"""Numbers for experiment trackers: what the report's totals have grown by, per step, under names that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tide_strategies.report import TideReport
+
+#: Names that :meth:`StepMetrics.collect` gives, with their units.
+METRICS = {
+    "tide/collectives_ms": "milliseconds a step that the calling thread spent in collectives (CPU: all of it exposed)",
+    "tide/wait_ms": "the part of it spent waiting for peers (CPU)",
+    "tide/moved_mib": "MiB a step that this rank moved",
+    "tide/all_gathers": "all-gathers a step",
+    "tide/all_gathers_saved": "all-gathers a step that values still in a slot have saved",
+    "tide/reduce_scatters": "reduce-scatters a step",
+    "tide/stock_calls": "calls a step of TIDE groups that ran as stock",
+    "tide/groups_tide": "parameter groups on TIDE's path",
+    "tide/groups_stock": "parameter groups on stock's path",
+    "tide/arena_mib": "MiB of shared memory: on the CPU of all ranks of the host together",
+}
+_MIB = 2**20
+
+
+class StepMetrics:
+    """Differences between reports.
+
+    Args:
+        report: gives the present report (``handle.report``).
+    """
+
+    def __init__(self, report: Callable[[], TideReport]) -> None:
+        self._report = report
+        self._last: dict[str, float] = {}
+
+    def collect(self, steps: int) -> dict[str, float]:
+        """All of ``METRICS``, averaged over the ``steps`` since the last call; empty before TIDE is installed.
+
+        Raises:
+            ValueError: ``steps`` is below 1.
+        """
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1; got {steps}")
+        report = self._report()
+        if not report.installed:
+            return {}
+        totals = _totals(report)
+        # Totals that have shrunk belong to a new installation.
+        before = {name: self._last.get(name, 0.0) for name in totals}
+        grown = {name: value - before[name] if value >= before[name] else value for name, value in totals.items()}
+        self._last = totals
+        per_step = {name: value / steps for name, value in grown.items()}
+        tide = sum(g.path == "tide" for g in report.groups)
+        return {
+            **per_step,
+            "tide/groups_tide": float(tide),
+            "tide/groups_stock": float(len(report.groups) - tide),
+            "tide/arena_mib": sum(report.arena_bytes.values()) / _MIB,
+        }
+
+
+def _totals(report: TideReport) -> dict[str, float]:
+    gathers = [g.all_gather for g in report.groups]
+    reductions = [g.reduce_scatter for g in report.groups]
+    both = [*gathers, *reductions]
+    return {
+        "tide/collectives_ms": sum(s.seconds for s in both) * 1e3,
+        "tide/wait_ms": sum(s.wait_seconds for s in both) * 1e3,
+        "tide/moved_mib": sum(s.bytes for s in both) / _MIB,
+        "tide/all_gathers": float(sum(s.calls for s in gathers)),
+        "tide/all_gathers_saved": float(sum(s.reused for s in gathers)),
+        "tide/reduce_scatters": float(sum(s.calls for s in reductions)),
+        "tide/stock_calls": float(sum(s.stock_calls for s in both)),
+    }
