@@ -1,0 +1,55 @@
+"""The forecast of the arena is what the runtime allocates, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from harness import launch
+from models import BF16, Case, batch, build
+
+from tide_strategies import apply_tide
+from tide_strategies.fsdp2 import access
+from tide_strategies.fsdp2.describe import planner_groups
+from tide_strategies.planner import memory
+
+#: Case -> options. Uneven sizes, groups that stay unsharded, another ring, another chunk, bf16, one group alone.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "uneven": ({"uneven": True}, {}),
+    "bf16": ({"policy": BF16}, {"all_gather": {"slots": 3}}),
+    "stays": ({"reshard": False}, {"reduce_scatter": {"chunk_bytes": 5000}}),
+    "root only": ({"root_only": True}, {"all_gather": {"slots": 1}}),
+    "many slots": ({"blocks": 3}, {"all_gather": {"slots": 9}, "reduce_scatter": {"chunk_bytes": 1 << 16}}),
+}
+
+
+def _job(rank: int, world: int, _: Any) -> dict[str, Any]:
+    out = {}
+    for name, (case, options) in CASES.items():
+        model = build(Case(name, **case), world)
+        tide = apply_tide(model, {"plan": "tide", "timeout_s": 30, **options})
+        model(batch(0, rank))
+        chunk = options.get("reduce_scatter", {}).get("chunk_bytes", memory.CPU_CHUNK_BYTES)
+        forecast = memory.arena_on_cpu(
+            planner_groups(access.param_groups(model)),
+            world,
+            slots=options.get("all_gather", {}).get("slots", 2),
+            chunk_bytes=chunk,
+        )
+        out[name] = (forecast, tide.report().arena_bytes)
+        tide.close()
+    return out
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def job(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return launch(request.param, _job)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forecast_equals_what_is_allocated(job: list[dict[str, Any]], name: str) -> None:
+    for result in job:
+        forecast, allocated = result[name]
+        assert forecast == allocated
+        assert allocated["staging"] > 0

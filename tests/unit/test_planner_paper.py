@@ -1,0 +1,17 @@
+"""Predictions beside the paper's measurements: Table 7 within 5%, Table 8 within 15% (docs/simulator.md)."""
+
+import pytest
+
+from tide_strategies.planner.predict import TABLE_7, TABLE_8, paper_comparison
+
+ROWS = paper_comparison()
+
+
+def test_every_row_of_both_tables_is_compared() -> None:
+    assert len(ROWS) == len(TABLE_7) + 2 * len(TABLE_8) == 24
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_prediction_is_within_its_bound(row) -> None:
+    assert row.bound == (0.05 if row.what == "all-gather" else 0.15)
+    assert abs(row.error) <= row.bound, f"{row}: predicted {row.predicted}, measured {row.measured}"

@@ -1,0 +1,69 @@
+"""Replays of the real schedules: they end under any delay, move the right bytes, and meet measurements."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tide_strategies.collectives.all_gather import all_gather
+from tide_strategies.collectives.reduce_scatter import reduce_scatter
+from tide_strategies.collectives.schedule import Await, Counter, Item, Schedule
+from tide_strategies.layout import GroupLayout, ParamShape
+from tide_strategies.planner.predict import even_layout, one_node_all_gather, one_node_reduce_scatter
+from tide_strategies.planner.rates import H200_PAIR, PAPER
+from tide_strategies.planner.replay import Machine, SimulationError, one_call, replay
+from tide_strategies.topology import Topology
+
+MIB = 2**20
+shapes = st.builds(ParamShape, st.integers(0, 11), st.integers(0, 4), st.sampled_from([2, 4]))
+layouts = st.builds(GroupLayout, st.lists(shapes, max_size=4).map(tuple), st.integers(1, 5))
+
+
+@settings(max_examples=40, deadline=None)
+@given(layouts, st.integers(0, 2**32), st.booleans(), st.sampled_from([0.0, 1e-3]))
+def test_schedules_of_any_layout_end_under_any_delay(layout, seed, apart, delay) -> None:
+    n = layout.ranks
+    topology = Topology(1, n)
+    machine = Machine(rates=PAPER, topology=topology, sum_ctas=4)
+    gathers = [all_gather(layout, topology, r, [Item.F32] * len(layout.params), shared_landing=apart) for r in range(n)]
+    found = replay(machine, one_call(gathers, [("cast", "copy", "completion")]), seed=seed, delay_s=delay)
+    again = replay(machine, one_call(gathers, [("cast", "copy", "completion")]), seed=seed, delay_s=delay)
+    assert found.seconds == again.seconds, "a seed repeats"
+    sums = [
+        reduce_scatter(layout, topology, r, grad=Item.BF16, output=Item.F32, chunk_bytes=16, interleave=not apart)
+        for r in range(n)
+    ]
+    streams = [("push",), ("sum",)] if apart else [("main",)]
+    assert replay(machine, one_call(sums, streams), seed=seed, delay_s=delay).seconds >= PAPER.call_s
+
+
+def test_a_wait_that_nobody_ends_is_named() -> None:
+    stuck = Schedule("stuck", 0, 1, {"main": (Await(Counter("landed"), 0, 1),)}, {(Counter("landed"), 0): 1})
+    with pytest.raises(SimulationError, match=r"rank 0, stream 'main' of stuck, awaits landed\[0\] of rank 0 at 1"):
+        replay(Machine(rates=PAPER, topology=Topology(1, 1)), one_call([stuck], [("main",)]))
+
+
+def test_a_second_call_waits_for_the_first() -> None:
+    """Counters carry totals over calls: two calls move twice the bytes and take longer than one."""
+    machine = Machine(rates=PAPER, topology=Topology(1, 4), sum_ctas=4)
+    once, twice = (
+        one_node_reduce_scatter(machine, even_layout(4, 2**20, 2), chunk_bytes=2**16, calls=c) for c in (1, 2)
+    )
+    assert twice.seconds > 1.5 * once.seconds
+    assert twice.moved["out", 0] == pytest.approx(2 * once.moved["out", 0])
+
+
+@pytest.mark.parametrize(("mib", "measured_ms"), [(32, 0.111), (128, 0.368)])
+def test_all_gather_between_two_h200_is_within_15_percent_of_measured(mib: int, measured_ms: float) -> None:
+    machine = Machine(rates=H200_PAIR, topology=Topology(1, 2))
+    found = one_node_all_gather(machine, even_layout(2, mib * MIB // 2, 30), cast=False)
+    assert found.seconds * 1e3 == pytest.approx(measured_ms, rel=0.15)
+
+
+def test_the_bytes_of_an_all_gather_cross_every_link_once() -> None:
+    layout = even_layout(4, 3 * 2**20, 5)
+    for multicast in (True, False):
+        machine = Machine(rates=PAPER if multicast else H200_PAIR, topology=Topology(1, 4))
+        found = one_node_all_gather(machine, layout, cast=False)
+        shard = sum(layout.shard_bytes(p) for p in range(5))
+        assert found.moved["in", 0] == pytest.approx(shard * (4 if multicast else 3))
+        assert found.moved["out", 0] == pytest.approx(shard * (1 if multicast else 3))

@@ -1,0 +1,172 @@
+"""Forecasts of memory: the arena by part, to the byte, and what a step holds beside stock FSDP2.
+
+:func:`arena_on_cpu` and :func:`arena_on_gpu` say what this version's runtime allocates on one node; tests compare them
+with what ``report()`` finds. :func:`arena_across_nodes` is the paper's closed form (section 5.4). :func:`step` adds
+what lives outside the arena and what the two stock paths hold.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tide_strategies.collectives.reduce_scatter import BANKS, PIECE_ALIGNMENT
+from tide_strategies.layout import align
+from tide_strategies.planner.groups import Group, Model
+from tide_strategies.planner.sizing import STAGING_SLOTS, Mode, generations, outbox_depth
+from tide_strategies.topology import Topology
+
+#: Chunk of one contribution where ``reduce_scatter.chunk_bytes`` is auto (``runtime/group.py``,
+#: ``runtime/cuda/group.py``).
+CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 512 * 1024, 4 * 1024 * 1024
+#: Device memory that is shared comes in such pieces on all NVIDIA GPUs so far (cuMemGetAllocationGranularity).
+GPU_GRANULE = 2 * 1024 * 1024
+
+# csrc/control.h: header, ring of call tags per rank, a cache line per counter and rank; csrc/cuda/control.h: a cell.
+_HEADER, _TAGS, _CELL, _CUDA_CELL = 1024, 512, 64, 16
+
+
+def arena_on_cpu(
+    groups: Sequence[Group], ranks: int, *, slots: int = 2, chunk_bytes: int = CPU_CHUNK_BYTES
+) -> dict[str, int]:
+    """Bytes of shared memory by part, which exist once for all ``ranks`` processes of the host.
+
+    Args:
+        groups: those that TIDE accelerates, of one process group.
+        ranks: processes.
+        slots: ``all_gather.slots``.
+        chunk_bytes: ``reduce_scatter.chunk_bytes``.
+    """
+    counters = _counters(ranks, len(groups), slots)
+    out = {"control": align(_HEADER + (_TAGS + _CELL * counters) * ranks, mmap.PAGESIZE)}
+    for part, sizes in _landings(groups, ranks, slots).items():
+        out[part] = sum(align(n, mmap.PAGESIZE) for n in sizes)
+    staging = _staging(ranks, chunk_bytes)
+    if staging:
+        out["staging"] = ranks * align(staging, mmap.PAGESIZE)
+    return out
+
+
+def arena_on_gpu(
+    groups: Sequence[Group],
+    ranks: int,
+    *,
+    slots: int = 2,
+    chunk_bytes: int = GPU_CHUNK_BYTES,
+    granule: int = GPU_GRANULE,
+) -> dict[str, int]:
+    """Bytes of device memory by part on each of ``ranks`` GPUs of one host. Arguments as :func:`arena_on_cpu`."""
+    out = {"control": align(_CUDA_CELL * ranks * _counters(ranks, len(groups), slots), granule)}
+    staging = _staging(ranks, chunk_bytes)
+    if staging:
+        out["staging"] = align(staging, granule)
+    for part, sizes in _landings(groups, ranks, slots).items():
+        out[part] = sum(align(n, granule) for n in sizes)
+    return out
+
+
+def arena_across_nodes(
+    groups: Sequence[Group],
+    topology: Topology,
+    *,
+    mode: Mode,
+    round_width: int,
+    slots: int = 2,
+    granule: int = GPU_GRANULE,
+) -> dict[str, int]:
+    """Bytes by part on each GPU of several nodes: equation 10 before it is bounded, with the all-gather's stage.
+
+    Staging, outbox, inbox and spares serve the largest group: a block holds the fp32 partials that one rank sends to
+    one node, L sub-slices of ceil(S_fp32 / L).
+    """
+    ranks, nodes, local = topology.ranks, topology.nodes, topology.local_ranks
+    layouts = [g.layout(ranks) for g in groups]
+    shard = max((sum(x.shard_bytes(p) for p in range(len(x.params))) for x in layouts), default=0)
+    items = max((x.output_items for x in layouts), default=0)
+    block = local * align(4 * -(-items // local), 16)
+    parts = {part: sum(align(n, granule) for n in sizes) for part, sizes in _landings(groups, ranks, slots).items()}
+    depth = outbox_depth(nodes, round_width, local, mode)
+    parts["stage"] = align(nodes * shard, granule)  # M S with a cast
+    parts["staging"] = align(STAGING_SLOTS * (local - 1) * block // 2, granule)
+    parts["outbox"] = align(2 * depth * block, granule)
+    parts["inbox"] = align(local * generations(nodes, local) * block, granule)
+    parts["spare"] = align(2 * block, granule)
+    return parts
+
+
+def alone(nodes: int, local: int, output_bytes: int, round_width: int) -> int:
+    """Bytes that one reduce-scatter by itself needs on a GPU, its output included (the buffers of the paper's Table 8).
+
+    One bank and no spare, as nothing follows: two staging slots, of at most 16 MiB a contribution on one node, one
+    generation of inbox blocks, an outbox of one round.
+    """
+    if nodes == 1:
+        return output_bytes + STAGING_SLOTS * local * min(output_bytes // 2, 16 * 2**20)
+    blocks = 4 * STAGING_SLOTS + local * generations(nodes, local) + min(round_width, nodes - 1)
+    return (blocks + 1) * output_bytes
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """Bytes that one GPU (or process) holds during a step, activations apart.
+
+    Args:
+        states: masters, fp32 gradients and two fp32 optimizer moments, all sharded: alike for all three.
+        arena: TIDE's, by part.
+        tide: arena plus what is live beside it.
+        stock: what stock FSDP2 holds for communication at its peak, within the pool that activations share.
+        symmetric: what FSDP2 with symmetric memory holds, of which ``symmetric_private`` can hold nothing else.
+    """
+
+    states: int
+    arena: dict[str, int]
+    tide: int
+    stock: int
+    symmetric: int
+    symmetric_private: int
+
+
+def step(model: Model, topology: Topology, arena: dict[str, int], *, mode: Mode, itemsize: int = 2) -> StepForecast:
+    """Forecast a step's memory on one GPU (section 5.4), for an arena forecast from this module.
+
+    Stock holds four times the largest group: its parameters, the next all-gather's flat output, and the previous
+    group's packed fp32 gradients, which are twice as large as bf16 ones. TIDE holds its arena and, in place, the
+    previous group's gradients.
+    """
+    ranks = topology.ranks
+    items = sum(g.layout(ranks).output_items for g in model.groups)
+    largest = model.largest(ranks).layout(ranks).output_items * ranks
+    group = itemsize * largest
+    packed = 4 * largest
+    gradients = group if mode == "in_place" else 0
+    return StepForecast(
+        states=items * (model.master_itemsize + 4 + 8),
+        arena=arena,
+        tide=sum(arena.values()) + gradients,
+        stock=2 * group + packed,
+        symmetric=2 * group + packed,
+        symmetric_private=group + packed,
+    )
+
+
+def _counters(ranks: int, groups: int, slots: int) -> int:
+    """Counters of an engine (``runtime/calls.py``): landed, consumed, pushed to each rank, vacated of each slot."""
+    return 2 + ranks + groups + slots
+
+
+def _staging(ranks: int, chunk_bytes: int) -> int:
+    """Bytes of one rank's staging; chunks are whole vectors (``fsdp2/connect.py``)."""
+    return BANKS * (ranks - 1) * align(chunk_bytes, 2 * PIECE_ALIGNMENT)
+
+
+def _landings(groups: Sequence[Group], ranks: int, slots: int) -> dict[str, list[int]]:
+    """Bytes of each slot: the ring's, all as large as its largest group, and one of its own for each other group."""
+    ring = [g.layout(ranks).landing_bytes for g in groups if g.resharded]
+    pinned = [g.layout(ranks).landing_bytes for g in groups if not g.resharded]
+    out = {}
+    if ring:
+        out["ring"] = [max(*ring, 1)] * min(slots, len(ring))
+    if pinned:
+        out["pinned"] = [max(n, 1) for n in pinned]
+    return out
