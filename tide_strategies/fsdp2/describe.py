@@ -20,3 +20,13 @@ def planner_groups(groups: Iterable[Any]) -> tuple[Group, ...]:
         )
         for group in groups
     )
+
+
+def lazy_init_on_meta(root: Any) -> None:
+    """What FSDP2 does at the root's first forward, for a model that has no values: names, dtypes, roots.
+
+    FSDP2 refuses meta parameters there, rightly, as no forward could run. Nothing here is going to.
+    """
+    for group in access.param_groups(root):
+        group._validate_no_meta_params = lambda: None
+    access.lazy_init(root)

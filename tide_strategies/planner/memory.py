@@ -131,21 +131,23 @@ def step(model: Model, topology: Topology, arena: dict[str, int], *, mode: Mode,
     """Forecast a step's memory on one GPU (section 5.4), for an arena forecast from this module.
 
     Stock holds four times the largest group: its parameters, the next all-gather's flat output, and the previous
-    group's packed fp32 gradients, which are twice as large as bf16 ones. TIDE holds its arena and, in place, the
-    previous group's gradients.
+    group's packed fp32 gradients, which are twice as large as bf16 ones; and the groups that stay unsharded. TIDE holds
+    its arena, which has all of these but the gradients, and in place the previous group's gradients.
     """
     ranks = topology.ranks
     items = sum(g.layout(ranks).output_items for g in model.groups)
-    largest = model.largest(ranks).layout(ranks).output_items * ranks
-    group = itemsize * largest
-    packed = 4 * largest
-    gradients = group if mode == "in_place" else 0
+    gathered = {True: [0], False: [0]}
+    for g in model.groups:
+        gathered[g.resharded].append(itemsize * ranks * g.layout(ranks).output_items)
+    kept, group = sum(gathered[False]), max(gathered[True])
+    packed = 4 * max(*gathered[True], *gathered[False]) // itemsize
+    gradients = max(*gathered[True], *gathered[False]) if mode == "in_place" else 0
     return StepForecast(
         states=items * (model.master_itemsize + 4 + 8),
         arena=arena,
         tide=sum(arena.values()) + gradients,
-        stock=2 * group + packed,
-        symmetric=2 * group + packed,
+        stock=kept + 2 * group + packed,
+        symmetric=kept + 2 * group + packed,
         symmetric_private=group + packed,
     )
 
