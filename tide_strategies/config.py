@@ -113,10 +113,13 @@ class DebugConfig:
     Args:
         poison_slots: make vacated parameters read as NaN, so that a use after reshard is seen.
         trace: keep a record of every collective call.
+        autopsy: folder into which each rank writes what it awaited when it stops, for ``tide autopsy``; empty takes the
+            environment variable ``TIDE_AUTOPSY``.
     """
 
     poison_slots: bool = False
     trace: bool = False
+    autopsy: str = ""
 
     def __post_init__(self) -> None:
         _check_fields(self, "debug")
