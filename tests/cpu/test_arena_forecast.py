@@ -12,6 +12,7 @@ from tide_strategies import apply_tide
 from tide_strategies.fsdp2 import access
 from tide_strategies.fsdp2.describe import planner_groups
 from tide_strategies.planner import memory
+from tide_strategies.runtime.group import AUTO_CHUNK_BYTES
 
 #: Case -> options. Uneven sizes, groups that stay unsharded, another ring, another chunk, bf16, one group alone.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -20,6 +21,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16": ({"policy": BF16}, {"all_gather": {"slots": 3}}),
     "stays": ({"reshard": False}, {"reduce_scatter": {"chunk_bytes": 5000}}),
     "root only": ({"root_only": True}, {"all_gather": {"slots": 1}}),
+    "budget": ({}, {"all_gather": {"memory_budget": 40_000}}),
     "many slots": ({"blocks": 3}, {"all_gather": {"slots": 9}, "reduce_scatter": {"chunk_bytes": 1 << 16}}),
 }
 
@@ -30,12 +32,12 @@ def _job(rank: int, world: int, _: Any) -> dict[str, Any]:
         model = build(Case(name, **case), world)
         tide = apply_tide(model, {"plan": "tide", "timeout_s": 30, **options})
         model(batch(0, rank))
-        chunk = options.get("reduce_scatter", {}).get("chunk_bytes", memory.CPU_CHUNK_BYTES)
+        chunk = options.get("reduce_scatter", {}).get("chunk_bytes", AUTO_CHUNK_BYTES)
         forecast = memory.arena_on_cpu(
             planner_groups(access.param_groups(model)),
             world,
-            slots=options.get("all_gather", {}).get("slots", 2),
             chunk_bytes=chunk,
+            ring=memory.Ring(**options.get("all_gather", {})),
         )
         out[name] = (forecast, tide.report().arena_bytes)
         tide.close()

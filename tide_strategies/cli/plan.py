@@ -17,6 +17,8 @@ from tide_strategies.planner import architectures, memory, predict
 from tide_strategies.planner.groups import Model
 from tide_strategies.planner.rates import NAMED, Rates
 from tide_strategies.planner.sizing import outbox_depth, solve
+from tide_strategies.runtime.cuda.group import auto_chunk_bytes, auto_sum_ctas
+from tide_strategies.runtime.group import AUTO_CHUNK_BYTES
 from tide_strategies.topology import Topology
 
 _ABOUT = f"""\
@@ -107,7 +109,7 @@ def make_plan(model: Model, topology: Topology, rates: Rates, options: argparse.
     """Everything that is printed, as plain values: bytes, seconds, numbers."""
     itemsize = 4 if options.precision == "32-true" else 2
     output = 4 * max(g.layout(topology.ranks).output_items for g in model.groups)
-    kinds = _kinds(model, topology, rates, options.device == "cpu")
+    kinds = _kinds(model, topology, rates, options.device)
     largest = solve(rates, topology, max(output, 1))
     arena, method = _arena(model, topology, largest.round_width, options)
     forecast = memory.step(model, topology, arena, mode=options.mode, itemsize=itemsize)
@@ -123,7 +125,7 @@ def make_plan(model: Model, topology: Topology, rates: Rates, options: argparse.
         },
         "topology": {"nodes": topology.nodes, "local_ranks": topology.local_ranks, "ranks": topology.ranks},
         "rates": rates.to_dict(),
-        "plan": {"mode": options.mode, "outbox_blocks": depth, **asdict(largest)},
+        "plan": {"mode": options.mode, "outbox_blocks": depth, **asdict(largest), "sum_ctas": kinds[0]["sum_ctas"]},
         "arena": {"bytes": arena, "total": sum(arena.values()), "method": method},
         "memory": {k: v for k, v in asdict(forecast).items() if k != "arena"},
         "groups": kinds,
@@ -134,20 +136,31 @@ def make_plan(model: Model, topology: Topology, rates: Rates, options: argparse.
     }
 
 
+def _chunk_bytes(model: Model, ranks: int, device: str) -> int:
+    """What ``reduce_scatter.chunk_bytes: auto`` is for this model."""
+    if device == "cpu":
+        return AUTO_CHUNK_BYTES
+    layouts = [g.layout(ranks) for g in model.groups]
+    return auto_chunk_bytes(max(sum(x.shard_bytes(p) for p in range(len(x.params))) for x in layouts))
+
+
 def _arena(model: Model, topology: Topology, width: int, options: argparse.Namespace) -> tuple[dict[str, int], str]:
-    groups, ranks, slots = model.groups, topology.ranks, options.slots
+    groups, ranks, ring = model.groups, topology.ranks, memory.Ring(slots=options.slots)
     if topology.nodes > 1:
-        parts = memory.arena_across_nodes(groups, topology, mode=options.mode, round_width=width, slots=slots)
+        parts = memory.arena_across_nodes(groups, topology, mode=options.mode, round_width=width, ring=ring)
         return parts, "closed form (paper, section 5.4), on each GPU"
     if ranks == 1:
         return {}, "one rank has nobody to communicate with"
+    chunk_bytes = _chunk_bytes(model, ranks, options.device)
     if options.device == "cpu":
-        return memory.arena_on_cpu(groups, ranks, slots=slots), "exact, shared by the node's ranks"
-    return memory.arena_on_gpu(groups, ranks, slots=slots), "exact, on each GPU"
+        parts = memory.arena_on_cpu(groups, ranks, chunk_bytes=chunk_bytes, ring=ring)
+        return parts, "exact, shared by the node's ranks"
+    return memory.arena_on_gpu(groups, ranks, chunk_bytes=chunk_bytes, ring=ring), "exact, on each GPU"
 
 
-def _kinds(model: Model, topology: Topology, rates: Rates, one_memory: bool) -> list[dict[str, Any]]:
+def _kinds(model: Model, topology: Topology, rates: Rates, device: str) -> list[dict[str, Any]]:
     """Groups of equal shapes together, with sizes and predicted times."""
+    chunk_bytes = _chunk_bytes(model, topology.ranks, device)
     kinds: dict[Any, dict[str, Any]] = {}
     for group in model.groups:
         key = (group.params, group.resharded)
@@ -155,7 +168,14 @@ def _kinds(model: Model, topology: Topology, rates: Rates, one_memory: bool) -> 
             kinds[key]["groups"] += 1
             continue
         layout = group.layout(topology.ranks)
-        times = predict.group_times(rates, layout, topology, one_memory=one_memory)
+        times = predict.group_times(
+            rates,
+            layout,
+            topology,
+            one_memory=device == "cpu",
+            chunk_bytes=chunk_bytes,
+            sum_ctas=auto_sum_ctas(topology.ranks),
+        )
         kinds[key] = {
             "first": group.name,
             "groups": 1,
@@ -166,6 +186,7 @@ def _kinds(model: Model, topology: Topology, rates: Rates, one_memory: bool) -> 
             "all_gather_s": times.all_gather_s,
             "reduce_scatter_s": times.reduce_scatter_s,
             "method": times.method,
+            "sum_ctas": times.sizing.sum_ctas,
         }
     return list(kinds.values())
 

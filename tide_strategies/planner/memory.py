@@ -17,9 +17,6 @@ from tide_strategies.planner.groups import Group, Model
 from tide_strategies.planner.sizing import STAGING_SLOTS, Mode, generations, outbox_depth
 from tide_strategies.topology import Topology
 
-#: Chunk of one contribution where ``reduce_scatter.chunk_bytes`` is auto (``runtime/group.py``,
-#: ``runtime/cuda/group.py``).
-CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 512 * 1024, 4 * 1024 * 1024
 #: Device memory that is shared comes in such pieces on all NVIDIA GPUs so far (cuMemGetAllocationGranularity).
 GPU_GRANULE = 2 * 1024 * 1024
 
@@ -27,20 +24,31 @@ GPU_GRANULE = 2 * 1024 * 1024
 _HEADER, _TAGS, _CELL, _CUDA_CELL = 1024, 512, 64, 16
 
 
-def arena_on_cpu(
-    groups: Sequence[Group], ranks: int, *, slots: int = 2, chunk_bytes: int = CPU_CHUNK_BYTES
-) -> dict[str, int]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ring:
+    """How the ring begins (``all_gather.slots`` and ``all_gather.memory_budget``)."""
+
+    slots: int = 2
+    memory_budget: int | None = None
+
+    def begin(self, slot_bytes: int, groups: int) -> int:
+        """Slots of ``slot_bytes`` to begin with for ``groups`` groups (``fsdp2/connect.py``)."""
+        slots = self.slots if self.memory_budget is None else self.memory_budget // slot_bytes
+        return min(slots, groups)
+
+
+def arena_on_cpu(groups: Sequence[Group], ranks: int, *, chunk_bytes: int, ring: Ring = Ring()) -> dict[str, int]:
     """Bytes of shared memory by part, which exist once for all ``ranks`` processes of the host.
 
     Args:
-        groups: those that TIDE accelerates, of one process group.
+        groups: those that TIDE accelerates, of one process group, in order.
         ranks: processes.
-        slots: ``all_gather.slots``.
-        chunk_bytes: ``reduce_scatter.chunk_bytes``.
+        chunk_bytes: of the reduce-scatter.
+        ring: options of the ring.
     """
-    counters = _counters(ranks, len(groups), slots)
+    counters = _counters(ranks, len(groups), ring.slots)
     out = {"control": align(_HEADER + (_TAGS + _CELL * counters) * ranks, mmap.PAGESIZE)}
-    for part, sizes in _landings(groups, ranks, slots).items():
+    for part, sizes in _landings(groups, ranks, ring).items():
         out[part] = sum(align(n, mmap.PAGESIZE) for n in sizes)
     staging = _staging(ranks, chunk_bytes)
     if staging:
@@ -49,19 +57,14 @@ def arena_on_cpu(
 
 
 def arena_on_gpu(
-    groups: Sequence[Group],
-    ranks: int,
-    *,
-    slots: int = 2,
-    chunk_bytes: int = GPU_CHUNK_BYTES,
-    granule: int = GPU_GRANULE,
+    groups: Sequence[Group], ranks: int, *, chunk_bytes: int, ring: Ring = Ring(), granule: int = GPU_GRANULE
 ) -> dict[str, int]:
     """Bytes of device memory by part on each of ``ranks`` GPUs of one host. Arguments as :func:`arena_on_cpu`."""
-    out = {"control": align(_CUDA_CELL * ranks * _counters(ranks, len(groups), slots), granule)}
+    out = {"control": align(_CUDA_CELL * ranks * _counters(ranks, len(groups), ring.slots), granule)}
     staging = _staging(ranks, chunk_bytes)
     if staging:
         out["staging"] = align(staging, granule)
-    for part, sizes in _landings(groups, ranks, slots).items():
+    for part, sizes in _landings(groups, ranks, ring).items():
         out[part] = sum(align(n, granule) for n in sizes)
     return out
 
@@ -72,7 +75,7 @@ def arena_across_nodes(
     *,
     mode: Mode,
     round_width: int,
-    slots: int = 2,
+    ring: Ring = Ring(),
     granule: int = GPU_GRANULE,
 ) -> dict[str, int]:
     """Bytes by part on each GPU of several nodes: equation 10 before it is bounded, with the all-gather's stage.
@@ -85,7 +88,7 @@ def arena_across_nodes(
     shard = max((sum(x.shard_bytes(p) for p in range(len(x.params))) for x in layouts), default=0)
     items = max((x.output_items for x in layouts), default=0)
     block = local * align(4 * -(-items // local), 16)
-    parts = {part: sum(align(n, granule) for n in sizes) for part, sizes in _landings(groups, ranks, slots).items()}
+    parts = {part: sum(align(n, granule) for n in sizes) for part, sizes in _landings(groups, ranks, ring).items()}
     depth = outbox_depth(nodes, round_width, local, mode)
     parts["stage"] = align(nodes * shard, granule)  # M S with a cast
     parts["staging"] = align(STAGING_SLOTS * (local - 1) * block // 2, granule)
@@ -162,13 +165,18 @@ def _staging(ranks: int, chunk_bytes: int) -> int:
     return BANKS * (ranks - 1) * align(chunk_bytes, 2 * PIECE_ALIGNMENT)
 
 
-def _landings(groups: Sequence[Group], ranks: int, slots: int) -> dict[str, list[int]]:
-    """Bytes of each slot: the ring's, all as large as its largest group, and one of its own for each other group."""
-    ring = [g.layout(ranks).landing_bytes for g in groups if g.resharded]
-    pinned = [g.layout(ranks).landing_bytes for g in groups if not g.resharded]
-    out = {}
-    if ring:
-        out["ring"] = [max(*ring, 1)] * min(slots, len(ring))
-    if pinned:
-        out["pinned"] = [max(n, 1) for n in pinned]
-    return out
+def _landings(groups: Sequence[Group], ranks: int, ring: Ring) -> dict[str, list[int]]:
+    """Bytes of each slot: the ring's, all as large as its largest group, and one of its own for each other group.
+
+    As ``fsdp2/connect.py`` does: a last group that stays unsharded and is no larger joins the ring.
+    """
+    sizes = [max(g.layout(ranks).landing_bytes, 1) for g in groups]
+    rotating = [g.resharded for g in groups]
+    if not any(rotating):
+        return {"pinned": sizes} if sizes else {}
+    slot = max(n for n, rotates in zip(sizes, rotating, strict=True) if rotates)
+    if not rotating[-1] and len(groups) > 2 and sizes[-1] <= slot:
+        rotating[-1] = True
+    out = {"ring": [slot] * ring.begin(slot, sum(rotating))}
+    pinned = [n for n, rotates in zip(sizes, rotating, strict=True) if not rotates]
+    return {**out, "pinned": pinned} if pinned else out

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tide_strategies.collectives.all_gather import all_gather
 from tide_strategies.collectives.reduce_scatter import reduce_scatter
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.planner import stages
-from tide_strategies.planner.memory import GPU_CHUNK_BYTES, alone
+from tide_strategies.planner.memory import alone
 from tide_strategies.planner.rates import PAPER, Rates
 from tide_strategies.planner.replay import Call, Machine, Replayed, Thread, replay
 from tide_strategies.planner.sizing import Sizing, solve
@@ -46,7 +45,7 @@ def one_node_reduce_scatter(
     machine: Machine,
     layout: GroupLayout,
     *,
-    chunk_bytes: int = GPU_CHUNK_BYTES,
+    chunk_bytes: int = 4 * _MIB,
     calls: int = 1,
     seed: int = 0,
     delay_s: float = 0.0,
@@ -80,8 +79,25 @@ class Times:
     sizing: Sizing
 
 
-def group_times(rates: Rates, layout: GroupLayout, topology: Topology, *, one_memory: bool = False) -> Times:
-    """Predict a group's collectives by themselves, bf16 with fp32 reduction."""
+def group_times(
+    rates: Rates,
+    layout: GroupLayout,
+    topology: Topology,
+    *,
+    one_memory: bool = False,
+    chunk_bytes: int = 4 * _MIB,
+    sum_ctas: int | None = None,
+) -> Times:
+    """Predict a group's collectives by themselves, bf16 with fp32 reduction.
+
+    Args:
+        rates: of one rank.
+        layout: the group's geometry.
+        topology: M x L.
+        one_memory: whether a node's ranks are CPU processes.
+        chunk_bytes: of the reduce-scatter, on one node.
+        sum_ctas: thread blocks of the sum on one node; None for the solver's.
+    """
     output = 4 * max(1, layout.output_items)
     sizing = solve(rates, topology, output)
     if topology.nodes > 1:
@@ -92,13 +108,13 @@ def group_times(rates: Rates, layout: GroupLayout, topology: Topology, *, one_me
             "stage model",
             sizing,
         )
-    ctas = 1 if one_memory else sizing.sum_ctas
+    ctas = 1 if one_memory else sum_ctas or sizing.sum_ctas
     machine = Machine(rates=rates, topology=topology, sum_ctas=ctas, one_memory=one_memory)
     return Times(
         one_node_all_gather(machine, layout).seconds,
-        one_node_reduce_scatter(machine, layout).seconds,
+        one_node_reduce_scatter(machine, layout, chunk_bytes=chunk_bytes).seconds,
         "replay",
-        sizing,
+        replace(sizing, sum_ctas=ctas),
     )
 
 
@@ -171,9 +187,3 @@ def _paper_reduce_scatter(rates: Rates, nodes: int, mib: int, sizing: Sizing) ->
     machine = Machine(rates=rates, topology=Topology(1, 8), sum_ctas=_ONE_NODE_CTAS)
     layout = even_layout(8, mib * _MIB // 4, 16)
     return one_node_reduce_scatter(machine, layout, chunk_bytes=_ONE_NODE_CHUNK).seconds * 1e3
-
-
-def step_seconds(times: Sequence[Times], resharded: Sequence[bool]) -> tuple[float, float]:
-    """Seconds of all-gathers and of reduce-scatters in one step, if none overlapped: twice where a group reshards."""
-    gathers = sum(t.all_gather_s * (2 if r else 1) for t, r in zip(times, resharded, strict=True))
-    return gathers, sum(t.reduce_scatter_s for t in times)

@@ -1,0 +1,183 @@
+"""Calibration: which path is faster for each group, kept under a fingerprint of everything that it depends on.
+
+Measuring is ``fsdp2/calibration.py``'s; here are the choice, the fitted rates, and the cache. The cache is one JSON file per
+fingerprint in the user's cache folder, mode 0600. It is parsed as data, believed only if it is the user's own and holds
+exactly what is expected, and otherwise measured anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import stat
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tide_strategies.layout import GroupLayout
+
+FORMAT = 1
+#: A larger file is none of ours.
+_MAX_BYTES = 1 << 20
+#: No collective takes longer than this; what says so is not believed.
+_MAX_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one all-gather and one reduce-scatter by themselves, of the slowest rank."""
+
+    all_gather_s: float
+    reduce_scatter_s: float
+
+    def per_step(self, gathers: int) -> float:
+        """Seconds in a step that gathers ``gathers`` times and reduces once."""
+        return gathers * self.all_gather_s + self.reduce_scatter_s
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Both paths for one geometry. ``shard_bytes`` are gathered by each rank."""
+
+    tide: Timing
+    stock: Timing
+    shard_bytes: int
+
+    def gain(self, gathers: int) -> float:
+        """Seconds a step that TIDE saves; negative if it costs."""
+        return self.stock.per_step(gathers) - self.tide.per_step(gathers)
+
+
+#: Geometry key -> what was measured.
+Table = dict[str, Measured]
+
+
+def geometry(layout: GroupLayout, *details: object) -> str:
+    """A short key for a group's sizes among its ranks and whatever else its times depend on (dtypes)."""
+    shapes = [[s.rows, s.row_items, s.itemsize] for s in layout.params]
+    text = json.dumps([layout.ranks, shapes, [str(d) for d in details]])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def nearest(table: Mapping[str, Measured], shard_bytes: int) -> Measured | None:
+    """The measurement whose size is nearest, by ratio; None of an empty table."""
+    size = max(shard_bytes, 1)
+    return min(table.values(), key=lambda m: abs(math.log(max(m.shard_bytes, 1) / size)), default=None)
+
+
+def line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Seconds of a call that moves nothing, and bytes per second: least squares over (bytes, seconds), weighted by 1/t.
+
+    Raises:
+        ValueError: fewer than two different sizes.
+    """
+    if len({b for b, _ in samples}) < 2:
+        raise ValueError("a line needs two different sizes")
+    weights = [1 / max(t, 1e-9) ** 2 for _, t in samples]
+    total = sum(weights)
+    x = sum(w * b for w, (b, _) in zip(weights, samples, strict=True)) / total
+    y = sum(w * t for w, (_, t) in zip(weights, samples, strict=True)) / total
+    covariance = sum(w * (b - x) * (t - y) for w, (b, t) in zip(weights, samples, strict=True))
+    variance = sum(w * (b - x) ** 2 for w, (b, _) in zip(weights, samples, strict=True))
+    slope = max(covariance / variance, 1e-15)
+    return max(0.0, y - slope * x), 1 / slope
+
+
+def folder(option: str) -> Path | None:
+    """Where calibrations are kept: ``calibration.cache``, "auto" for the user's cache folder, None for "off"."""
+    if option == "off":
+        return None
+    if option != "auto":
+        return Path(option).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if base.startswith("/") else Path.home() / ".cache"
+    return root / "tide_strategies" / "calibration"
+
+
+def fingerprint(facts: Mapping[str, str]) -> str:
+    """A name for these facts."""
+    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:32]
+
+
+def load(where: Path, facts: Mapping[str, str]) -> tuple[Table, str]:
+    """What is known under exactly these facts, and why nothing is, in words (empty if there is just no file)."""
+    file = where / f"{fingerprint(facts)}.json"
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return {}, ""
+    except OSError as e:
+        return {}, f"{file}: {e.strerror}"
+    with os.fdopen(fd, "rb") as opened:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            return {}, f"{file} is not a file that this user alone can write"
+        content = opened.read(_MAX_BYTES + 1)
+    try:
+        return parse(content, facts), ""
+    except (ValueError, RecursionError) as e:
+        return {}, f"{file}: {e}"
+
+
+def store(where: Path, facts: Mapping[str, str], table: Table) -> str:
+    """Write what is known, whole or not at all; returns what went wrong in words, or nothing."""
+    data = {"format": FORMAT, "facts": dict(facts), "groups": {k: asdict(m) for k, m in table.items()}}
+    temporary = ""
+    try:
+        where.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(dir=where, prefix=".new-")  # mode 0600
+        with os.fdopen(fd, "w") as file:
+            json.dump(data, file)
+        os.replace(temporary, where / f"{fingerprint(facts)}.json")
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        return f"{where}: {e.strerror}"
+    return ""
+
+
+def parse(content: bytes, facts: Mapping[str, str]) -> Table:
+    """The table in a file's content.
+
+    Raises:
+        ValueError: it is of another version, about other facts, or not what :func:`store` writes.
+    """
+    if len(content) > _MAX_BYTES:
+        raise ValueError("too large")
+    data = json.loads(content)
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError("not a calibration of this version")
+    if data.get("facts") != dict(facts):
+        raise ValueError("measured on something else")
+    groups = data.get("groups")
+    if not isinstance(groups, dict):
+        raise ValueError("no groups")
+    return {str(key): measured(entry) for key, entry in groups.items()}
+
+
+def measured(entry: Any) -> Measured:
+    """One entry of a table from plain values.
+
+    Raises:
+        ValueError: it has another form, or numbers that cannot be.
+    """
+    if not isinstance(entry, dict) or entry.keys() != {"tide", "stock", "shard_bytes"}:
+        raise ValueError(f"not a measurement: {str(entry)[:80]}")
+    size = entry["shard_bytes"]
+    if type(size) is not int or not 0 <= size < 1 << 50:
+        raise ValueError(f"shard_bytes is {size!r}")
+    return Measured(_timing(entry["tide"]), _timing(entry["stock"]), size)
+
+
+def _timing(entry: Any) -> Timing:
+    if not isinstance(entry, dict) or entry.keys() != {"all_gather_s", "reduce_scatter_s"}:
+        raise ValueError(f"not a timing: {str(entry)[:80]}")
+    for value in entry.values():
+        if type(value) not in (int, float) or not 0 <= value <= _MAX_SECONDS:
+            raise ValueError(f"a time of {value!r} seconds")
+    return Timing(float(entry["all_gather_s"]), float(entry["reduce_scatter_s"]))
