@@ -63,6 +63,10 @@ FALLBACKS: dict[str, tuple[str, str]] = {
         "set topology: auto, or state the nodes and ranks that the job has",
     ),
     "TIDE-F025": ("another rank cannot: {}", "see that rank's own report"),
+    "TIDE-F026": (
+        "stock collectives are faster for this group here: {}",
+        "none needed; plan: tide uses TIDE all the same",
+    ),
     "TIDE-F030": ("gradients of different dtypes arrived in one call", "none needed: such calls run as stock"),
     "TIDE-F031": ("gradients of dtype {} arrived", "use bfloat16 or float32 gradients"),
     "TIDE-F101": ("torch {} is not a version that TIDE knows", "use a supported torch (docs/supported_torch.md)"),

@@ -139,7 +139,7 @@ def _along_the_waits(first: Record, known: dict[int, Record]) -> str:
             )
         if not after.waits:
             return (
-                f"rank {wait.writer} (pid {after.pid}) was in no collective when rank {first.rank} ran out of patience: "
+                f"rank {wait.writer} (pid {after.pid}) was in no collective when rank {first.rank} lost patience: "
                 f"its own code held it up. Rank {current.rank} in {_missing(wait)}"
             )
         current = after

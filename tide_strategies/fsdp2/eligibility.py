@@ -13,9 +13,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from tide_strategies.collectives.schedule import Item
-from tide_strategies.config import TideConfig, TopologyConfig
+from tide_strategies.config import PinnedPlan, TideConfig, TopologyConfig
 from tide_strategies.detect import Verdict, fallback
-from tide_strategies.fsdp2.access import unsharded_dtype
+from tide_strategies.fsdp2.access import group_name, unsharded_dtype
 
 REDUCIBLE = {torch.float32: Item.F32, torch.bfloat16: Item.BF16}
 
@@ -43,8 +43,13 @@ def group_verdict(group: Any, config: TideConfig) -> Verdict:
         or next(filter(None, (_param_verdict(p) for p in group.fsdp_params)), None)
         or _reduction_verdict(group)
         or _topology_verdict(config, ranks, group.device.type)
-        or (fallback("TIDE-F022") if config.plan == "stock" else Verdict())
+        or _plan_verdict(group, config)
     )
+
+
+def _plan_verdict(group: Any, config: TideConfig) -> Verdict:
+    plan = config.plan.path(group_name(group)) if isinstance(config.plan, PinnedPlan) else config.plan
+    return fallback("TIDE-F022") if plan == "stock" else Verdict()
 
 
 def shard_item(param: Any) -> Item:

@@ -1,8 +1,8 @@
 """Calibration: which path is faster for each group, kept under a fingerprint of everything that it depends on.
 
-Measuring is ``fsdp2/calibration.py``'s; here are the choice, the fitted rates, and the cache. The cache is one JSON file per
-fingerprint in the user's cache folder, mode 0600. It is parsed as data, believed only if it is the user's own and holds
-exactly what is expected, and otherwise measured anew.
+Measuring is ``fsdp2/calibration.py``'s; here are the choice, the fitted rates, and the cache. The cache is one JSON
+file per fingerprint in the user's cache folder, mode 0600. It is parsed as data, believed only if it is the user's own
+and holds exactly what is expected, and otherwise measured anew.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import stat
 import tempfile
@@ -64,10 +63,27 @@ def geometry(layout: GroupLayout, *details: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def nearest(table: Mapping[str, Measured], shard_bytes: int) -> Measured | None:
-    """The measurement whose size is nearest, by ratio; None of an empty table."""
-    size = max(shard_bytes, 1)
-    return min(table.values(), key=lambda m: abs(math.log(max(m.shard_bytes, 1) / size)), default=None)
+def estimate(table: Mapping[str, Measured], shard_bytes: int) -> Measured | None:
+    """Times of a size that was not measured: on a line through those that were, or in proportion to the only one."""
+    sizes = {m.shard_bytes for m in table.values()}
+    if len(sizes) < 2:
+        only = next(iter(table.values()), None)
+        if only is None:
+            return None
+        factor = max(shard_bytes, 1) / max(only.shard_bytes, 1)
+        return Measured(_scaled(only.tide, factor), _scaled(only.stock, factor), shard_bytes)
+
+    def at(which: str, what: str) -> float:
+        samples = [(float(m.shard_bytes), getattr(getattr(m, which), what)) for m in table.values()]
+        call_s, rate = line(samples)
+        return call_s + shard_bytes / rate
+
+    tide, stock = (Timing(at(w, "all_gather_s"), at(w, "reduce_scatter_s")) for w in ("tide", "stock"))
+    return Measured(tide, stock, shard_bytes)
+
+
+def _scaled(timing: Timing, factor: float) -> Timing:
+    return Timing(timing.all_gather_s * factor, timing.reduce_scatter_s * factor)
 
 
 def line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -108,7 +124,7 @@ def load(where: Path, facts: Mapping[str, str]) -> tuple[Table, str]:
     """What is known under exactly these facts, and why nothing is, in words (empty if there is just no file)."""
     file = where / f"{fingerprint(facts)}.json"
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return {}, ""
     except OSError as e:
@@ -126,7 +142,7 @@ def load(where: Path, facts: Mapping[str, str]) -> tuple[Table, str]:
 
 def store(where: Path, facts: Mapping[str, str], table: Table) -> str:
     """Write what is known, whole or not at all; returns what went wrong in words, or nothing."""
-    data = {"format": FORMAT, "facts": dict(facts), "groups": {k: asdict(m) for k, m in table.items()}}
+    data = {"format": FORMAT, "facts": dict(facts), "groups": plain(table)}
     temporary = ""
     try:
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -139,6 +155,11 @@ def store(where: Path, facts: Mapping[str, str], table: Table) -> str:
             os.unlink(temporary)
         return f"{where}: {e.strerror}"
     return ""
+
+
+def plain(table: Mapping[str, Measured]) -> dict[str, Any]:
+    """A table as plain values; :func:`measured` reads an entry back."""
+    return {key: asdict(m) for key, m in table.items()}
 
 
 def parse(content: bytes, facts: Mapping[str, str]) -> Table:
