@@ -48,6 +48,14 @@ FALLBACKS: dict[str, tuple[str, str]] = {
         "use an NVIDIA GPU and driver with CUDA 12 or newer, install triton, and set CUDA_DEVICE_MAX_CONNECTIONS=32 "
         "in the environment of the job",
     ),
+    "TIDE-F017": (
+        "the group has {} parameters with gradients, and the GPU's summing kernel takes {} at most",
+        "wrap smaller modules",
+    ),
+    "TIDE-F018": (
+        "a CUDA graph is being captured",
+        "capture what lies between FSDP2's collectives, or set plan: stock",
+    ),
     "TIDE-F020": ("the ranks cannot share memory: {}", "run the ranks of a sharding group on one host"),
     "TIDE-F021": (
         "there is no room for the shared arena: {}",

@@ -14,6 +14,7 @@ from tide_strategies.detect import FALLBACKS, OK, Verdict, fallback
 PUBLISHED = {
     *("TIDE-F001", "TIDE-F002", "TIDE-F003", "TIDE-F004", "TIDE-F005", "TIDE-F006", "TIDE-F007", "TIDE-F008"),
     *("TIDE-F009", "TIDE-F010", "TIDE-F011", "TIDE-F012", "TIDE-F013", "TIDE-F014", "TIDE-F015", "TIDE-F016"),
+    *("TIDE-F017", "TIDE-F018"),
     *("TIDE-F020", "TIDE-F021", "TIDE-F022", "TIDE-F023", "TIDE-F024", "TIDE-F025", "TIDE-F026"),
     *("TIDE-F030", "TIDE-F031"),
     *("TIDE-F101", "TIDE-F102", "TIDE-F103"),

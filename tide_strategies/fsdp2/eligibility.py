@@ -16,6 +16,7 @@ from tide_strategies.collectives.schedule import Item
 from tide_strategies.config import PinnedPlan, TideConfig, TopologyConfig
 from tide_strategies.detect import Verdict, fallback
 from tide_strategies.fsdp2.access import group_name, unsharded_dtype
+from tide_strategies.kernels.tiles import POINTER_COUNTS
 
 REDUCIBLE = {torch.float32: Item.F32, torch.bfloat16: Item.BF16}
 
@@ -40,6 +41,7 @@ def group_verdict(group: Any, config: TideConfig) -> Verdict:
         return fallback("TIDE-F007")
     return (
         _comms_verdict(group)
+        or (_gpu_verdict(group) if group.device.type == "cuda" else None)
         or next(filter(None, (_param_verdict(p) for p in group.fsdp_params)), None)
         or _reduction_verdict(group)
         or _topology_verdict(config, ranks, group.device.type)
@@ -69,6 +71,13 @@ def _device_verdict(device_type: str) -> Verdict | None:
 
     missing = missing_capability(torch.cuda.current_device())
     return None if missing is None else fallback("TIDE-F016", missing)
+
+
+def _gpu_verdict(group: Any) -> Verdict | None:
+    trained = sum(p.sharded_param.requires_grad for p in group.fsdp_params)
+    if trained > POINTER_COUNTS[-1]:
+        return fallback("TIDE-F017", trained, POINTER_COUNTS[-1])
+    return fallback("TIDE-F018") if torch.cuda.is_current_stream_capturing() else None
 
 
 def _comms_verdict(group: Any) -> Verdict | None:
