@@ -15,6 +15,7 @@ from typing import Any, Literal
 from tide_strategies.cli.tables import gib
 from tide_strategies.config import TOPOLOGY_ENV, parse_topology
 from tide_strategies.errors import TideConfigError
+from tide_strategies.planner.calibrate import folder
 
 Status = Literal["ok", "note", "warn", "fail"]
 
@@ -226,10 +227,27 @@ def _topology(env: Mapping[str, str]) -> Iterator[Check]:
     yield Check("job", TOPOLOGY_ENV, "note", str(found))
 
 
+def _calibration() -> Iterator[Check]:
+    """What plan: auto has kept. Whether it fits this machine is decided by its fingerprint when a job starts."""
+    where = folder("auto")
+    assert where is not None
+    kept = len(list(where.glob("*.json"))) if where.is_dir() else 0
+    above = next(p for p in (where, *where.parents) if p.exists())
+    writable = os.access(above, os.W_OK)
+    yield Check(
+        "job",
+        "calibrations",
+        "note" if writable else "warn",
+        f"{kept} kept in {where}" if writable else f"{above} cannot be written: every job measures anew",
+        "" if writable else "set calibration.cache to a folder of yours",
+    )
+
+
 def _environment() -> Iterator[Check]:
     env = os.environ
     for name, words in (
         ("CUDA_DEVICE_MAX_CONNECTIONS", "hardware queues; GPU ranks need 32"),
+        ("TIDE_PLAN", "what plan: auto means"),
         ("TIDE_AUTOLOAD", "0: import torch does not announce TIDE to Lightning"),
         ("TIDE_ALLOW_UNKNOWN_TORCH", "1: an unknown torch is tried all the same"),
         ("TIDE_AUTOPSY", "folder for what each rank writes when it stops"),
@@ -245,5 +263,6 @@ _CHECKS: list[tuple[str, Callable[[], Iterator[Check]]]] = [
     ("GPU ranks", _gpu),
     ("several nodes", _nodes),
     ("job", _job),
+    ("job", _calibration),
     ("environment", _environment),
 ]

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="vocab",
         help="presets and configs: embedding and head as groups of their own, or left to the root (default: vocab)",
     )
-    add("--rates", default="paper", help=f"{', '.join(NAMED)}, or a file of rates (default: paper)")
+    add("--rates", help=f"{', '.join(NAMED)}, or a file of rates (default: paper, on CPUs cpu-pair)")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -69,18 +69,20 @@ def run(arguments: argparse.Namespace) -> int:
     stated = parse_topology(arguments.topology) if arguments.topology else None
     topology = Topology(stated.nodes, stated.gpus_per_node) if stated else Topology(arguments.nodes, arguments.gpus)
     model = load_model(arguments.model, topology.ranks, arguments.precision, arguments.wrap)
-    rates = load_rates(arguments.rates)
+    rates = load_rates(arguments.rates, arguments.device)
     plan = make_plan(model, topology, rates, arguments)
     print(json.dumps(plan, indent=1) if arguments.json else _words(plan))
     return 0
 
 
-def load_rates(text: str) -> Rates:
-    """Rates by name or from a file.
+def load_rates(text: str | None, device: str) -> Rates:
+    """Rates by name or from a file; None for the device's default.
 
     Raises:
         TideConfigError: neither.
     """
+    if text is None:
+        return NAMED["cpu-pair" if device == "cpu" else "paper"]
     if text in NAMED:
         return NAMED[text]
     try:

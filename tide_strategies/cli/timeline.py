@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mib", type=float, default=32.0, help="MiB of bf16 shard or fp32 output on each rank (default: 32)")
     add("--params", type=int, default=30, help="parameters of the group (default: 30)")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="what the ranks run on (default: cuda)")
-    add("--rates", default="paper", help="as of tide plan (default: paper)")
+    add("--rates", help="as of tide plan")
     add("--seed", type=int, default=0, help="seed of the delays (default: 0)")
     add("--delay-us", type=float, default=0.0, help="delay every operation and signal by up to this (one node)")
     add("--from", dest="profile", type=Path, metavar="FILE", help="draw the TIDE ranges of a torch profiler trace")
@@ -84,7 +84,7 @@ def _predicted(arguments: argparse.Namespace) -> tuple[Sequence[Span], str]:
     topology = Topology(stated.nodes, stated.gpus_per_node)
     if not 0 < arguments.mib <= 2**20 or not 1 <= arguments.params <= 10_000 or not 0 <= arguments.delay_us < 1e9:
         raise TideConfigError("--mib, --params and --delay-us must be positive numbers of a sensible size")
-    rates, nbytes = load_rates(arguments.rates), int(arguments.mib * 2**20)
+    rates, nbytes = load_rates(arguments.rates, arguments.device), int(arguments.mib * 2**20)
     sizing = solve(rates, topology, nbytes)
     gather = arguments.collective == "all-gather"
     if topology.nodes > 1:

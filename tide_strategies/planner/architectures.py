@@ -44,7 +44,7 @@ def from_config(config: Any, name: str, *, itemsize: int = 2, master_itemsize: i
     if not isinstance(config, Mapping):
         raise TideConfigError(f"{name}: a model config is a JSON object; got {type(config).__name__}")
     kind = config.get("model_type")
-    if kind not in _DENSE | _MOE:
+    if not isinstance(kind, str) or kind not in _DENSE | _MOE:
         known = ", ".join(sorted(_DENSE | _MOE))
         raise TideConfigError(
             f"{name}: model_type {kind!r} is not known here; known are {known}. Give a Python path instead "
@@ -121,7 +121,7 @@ def _wrapped(
 ) -> tuple[Group, ...]:
     """The blocks with embedding, final norm and head around them. A tied embedding belongs to the root."""
     if wrap == "blocks" or tied:
-        return (*blocks, block("(root)", [*embedding, *head], itemsize, resharded=False))
+        return (block("(root)", [*embedding, *head], itemsize, resharded=False), *blocks)
     # The last block's neighbour: torchtitan keeps norm and head unsharded until their backward.
     return (
         block("embed_tokens", embedding, itemsize),
@@ -194,7 +194,7 @@ def _wan_14b(itemsize: int, master: int, wrap: Wrap) -> Model:
     root: Sizes = [(width, 16, 1, 2, 2), (width,), (width, text), (width,), (width, width), (width,)]
     root += [(width, 256), (width,), (width, width), (width,), (6 * width, width), (6 * width,)]
     root += [(patch, width), (patch,), (1, 2, width)]
-    return Model("Wan2.2-T2V-A14B (one expert)", (*blocks, block("(root)", root, itemsize, False)), master)
+    return Model("Wan2.2-T2V-A14B (one expert)", (block("(root)", root, itemsize, False), *blocks), master)
 
 
 #: name -> how to make the model from (bytes per gathered item, bytes per stored item, wrapping).

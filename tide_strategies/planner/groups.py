@@ -1,4 +1,4 @@
-"""A model as the planner sees it: parameter groups with their shapes, in the order in which they run."""
+"""A model as the planner sees it: parameter groups with their shapes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Model:
 
     Args:
         name: for people.
-        groups: in forward order.
+        groups: in module order, as FSDP2 has them: the root's own group comes first.
         master_itemsize: bytes of a stored (sharded) parameter item: 4 for fp32 masters.
         active_share: share of the parameters that one token uses (below 1 for mixtures of experts; equation 1).
     """

@@ -135,5 +135,25 @@ H200_PAIR = Rates(
     round_wait_s=PAPER.round_wait_s,
 )
 
+#: Two processes on the two cores of docs/benchmarks.md (fitted to its rows of 32 MiB and 2 ranks): one memory for all,
+#: a process that copies and sums by itself. Groups that fit into a cache are faster.
+CPU_PAIR = Rates(
+    name="two CPU cores",
+    push=11.4 * GB,
+    intake=11.4 * GB,
+    multicast=True,
+    local=11.4 * GB,
+    memory=46 * GB,
+    sum_per_cta=20 * GB,
+    land_per_cta=20 * GB,
+    land_cap=20 * GB,
+    rail=1 * GB,
+    call_s=2e-6,
+    start_s=0.2e-6,
+    signal_s=3e-6,
+    rail_signal_s=100e-6,
+    round_wait_s=1e-3,
+)
+
 #: Rates that have a name on the command line.
-NAMED = {"paper": PAPER, "h200-pair": H200_PAIR}
+NAMED = {"paper": PAPER, "h200-pair": H200_PAIR, "cpu-pair": CPU_PAIR}
