@@ -1,5 +1,7 @@
 """Predictions beside the paper's measurements: Table 7 within 5%, Table 8 within 15% (docs/simulator.md)."""
 
+from pathlib import Path
+
 import pytest
 
 from tide_strategies.planner.predict import TABLE_7, TABLE_8, paper_comparison
@@ -15,3 +17,17 @@ def test_every_row_of_both_tables_is_compared() -> None:
 def test_prediction_is_within_its_bound(row) -> None:
     assert row.bound == (0.05 if row.what == "all-gather" else 0.15)
     assert abs(row.error) <= row.bound, f"{row}: predicted {row.predicted}, measured {row.measured}"
+
+
+def test_the_page_has_every_row_as_it_is_predicted() -> None:
+    page = (Path(__file__).parents[2] / "docs/simulator.md").read_text()
+    for row in ROWS:
+        cells = [
+            row.what,
+            str(row.nodes),
+            str(row.mib),
+            f"{row.measured:g}",
+            f"{row.predicted:.2f}",
+            f"{row.error:+.1%}",
+        ]
+        assert f"| {' | '.join(cells)} |" in page, "python tests/tools/simulator_tables.py prints the tables"
