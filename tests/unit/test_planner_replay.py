@@ -1,12 +1,14 @@
 """Replays of the real schedules: they end under any delay, move the right bytes, and meet measurements."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tide_strategies.collectives.all_gather import all_gather
 from tide_strategies.collectives.reduce_scatter import reduce_scatter
-from tide_strategies.collectives.schedule import Await, Counter, Item, Schedule
+from tide_strategies.collectives.schedule import Await, Copy, Counter, Item, Ref, Schedule, Space
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.planner.predict import even_layout, one_node_all_gather, one_node_reduce_scatter
 from tide_strategies.planner.rates import H200_PAIR, PAPER
@@ -50,6 +52,20 @@ def test_a_second_call_waits_for_the_first() -> None:
     )
     assert twice.seconds > 1.5 * once.seconds
     assert twice.moved["out", 0] == pytest.approx(2 * once.moved["out", 0])
+
+
+def test_reading_from_a_peer_costs_its_memory_more_than_writing_to_it() -> None:
+    """The direction of traffic (section 2.4): where memory is what limits, a pull takes longer than a push."""
+    rates = replace(H200_PAIR, memory=100e9)
+    machine = Machine(rates=rates, topology=Topology(1, 2))
+    own, peer = Ref(Space.INPUT, 0), Ref(Space.LANDING, 0, 0, 1)
+    times = []
+    for src, dst in ((own, peer), (Ref(Space.INPUT, 0, 0, 1), Ref(Space.LANDING, 0))):
+        copy = Copy(src, dst, 10**9, Item.RAW1, Item.RAW1)
+        schedules = [Schedule("one", r, 2, {"main": (copy,) if r == 0 else ()}, {}) for r in range(2)]
+        times.append(replay(machine, one_call(schedules, [("main",)])).seconds)
+    assert times[0] == pytest.approx(0.01, rel=1e-2)
+    assert times[1] == pytest.approx(0.022, rel=1e-2)
 
 
 @pytest.mark.parametrize(("mib", "measured_ms"), [(32, 0.111), (128, 0.368)])

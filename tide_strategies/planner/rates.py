@@ -14,6 +14,8 @@ from typing import Any
 from tide_strategies.errors import TideConfigError
 
 GB = 1e9
+#: The paper quotes 2.2 to 4 times, depending on the clock (section 2.4).
+PULL_TAX = 2.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,21 +23,18 @@ class Rates:
     """Sustained rates of one rank (a GPU, or a process) and its links.
 
     Args:
-        name: where the numbers come from, for people.
-        push: bytes/s of a rank's copies to peers of its node, all together (copy engines; a CPU process copies itself).
-        intake: bytes/s that a rank can take in from its peers.
-        multicast: whether one copy reaches every rank of the node (NVSwitch, or one landing that all map).
-        local: bytes/s of copies within a rank's own memory.
-        memory: bytes/s of a rank's memory, reads and writes together.
-        sum_per_cta: bytes/s, read plus write, of one thread block that sums (paper: BW_sum). A CPU process is one.
-        land_per_cta: fp32 output bytes/s of one thread block that lands node partials (paper: BW_land).
-        land_cap: output bytes/s that the landing fabric allows (paper: BW_cap).
-        rail: bytes/s of one rank's rail, each direction (paper: BW_NIC).
-        call_s: seconds from the call of a collective to its first operation.
-        start_s: seconds that a batch of copies, or a kernel, takes beside moving its bytes.
-        signal_s: seconds from a notify to the end of the wait for it, within a node.
-        rail_signal_s: the same across nodes, one way.
-        round_wait_s: calibrated wait of one network round (paper: t_rnd); the solver's, see ``planner/sizing.py``.
+        name: where the numbers come from, for people. push: bytes/s of a rank's copies to peers of its node, all
+        together (copy engines; a CPU process copies itself). intake: bytes/s that a rank can take in from its peers.
+        multicast: whether one copy reaches every rank of the node (NVSwitch, or one landing that all map). local:
+        bytes/s of copies within a rank's own memory. memory: bytes/s of a rank's memory, reads and writes together.
+        pull_tax: memory traffic that a byte read by a peer counts as, where a byte written by one counts as 1 (section
+        2.4). sum_per_cta: bytes/s, read plus write, of one thread block that sums (paper: BW_sum). A CPU process is
+        one. land_per_cta: fp32 output bytes/s of one thread block that lands node partials (paper: BW_land). land_cap:
+        output bytes/s that the landing fabric allows (paper: BW_cap). rail: bytes/s of one rank's rail, each direction
+        (paper: BW_NIC). call_s: seconds from the call of a collective to its first operation. start_s: seconds that a
+        batch of copies, or a kernel, takes beside moving its bytes. signal_s: seconds from a notify to the end of the
+        wait for it, within a node. rail_signal_s: the same across nodes, one way. round_wait_s: calibrated wait of one
+        network round (paper: t_rnd); the solver's, see ``planner/sizing.py``.
 
     Raises:
         TideConfigError: a number is not finite and above zero (times: not below zero).
@@ -47,6 +46,7 @@ class Rates:
     multicast: bool
     local: float
     memory: float
+    pull_tax: float
     sum_per_cta: float
     land_per_cta: float
     land_cap: float
@@ -103,6 +103,7 @@ PAPER = Rates(
     multicast=True,
     local=4000 * GB,
     memory=8000 * GB,
+    pull_tax=PULL_TAX,
     sum_per_cta=99 * GB,
     land_per_cta=21 * GB,
     land_cap=90 * GB,
@@ -124,6 +125,7 @@ H200_PAIR = Rates(
     multicast=False,
     local=2100 * GB,
     memory=4200 * GB,
+    pull_tax=PULL_TAX,
     sum_per_cta=50 * GB,
     land_per_cta=PAPER.land_per_cta,
     land_cap=PAPER.land_cap,
@@ -144,6 +146,7 @@ CPU_PAIR = Rates(
     multicast=True,
     local=11.4 * GB,
     memory=46 * GB,
+    pull_tax=1.0,
     sum_per_cta=20 * GB,
     land_per_cta=20 * GB,
     land_cap=20 * GB,

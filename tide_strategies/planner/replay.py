@@ -318,15 +318,28 @@ class _Replay:
         if isinstance(first, Sum):
             return [(total, {("sum", rank): 1.0, memory: 1.0}, _nothing)]
         if isinstance(first, Land):
-            return [(total, {("land", rank): 1.0, memory: 2.0}, _nothing)]
+            return [(total, {("land", rank): 1.0, **self._landing_traffic(rank, ops)}, _nothing)]
         return [(total, {("local", rank): 1.0, memory: 1.0}, _nothing)]
+
+    def _landing_traffic(self, rank: int, ops: Sequence[Op]) -> dict[Resource, float]:
+        """Memory traffic per byte landed: one written here, and what is read of each rank's inbox, dearer from afar."""
+        traffic: dict[Resource, float] = {self._memory(rank): 1.0}
+        for op in ops:
+            assert isinstance(op, Land)
+            for source in op.sources:
+                ranks = self.topology.node_ranks(rank) if source.at == NODE else (source.at,)
+                for at in ranks:
+                    tax = 1.0 if at in (SELF, rank) else self.rates.pull_tax
+                    memory = self._memory(rank if at == SELF else at)
+                    traffic[memory] = traffic.get(memory, 0.0) + tax / len(ops)
+        return traffic
 
     def _copy(self, src: int, rank: int, dst: int) -> list[Uses]:
         """Resources of a copy from rank ``src`` to ``dst``, issued by ``rank``; several flows if it fans out."""
         if self.machine.one_memory:
             return [{("local", rank): 1.0, self._memory(rank): 2.0}]
         if dst != NODE:
-            return [self._to_one(src, rank if dst == SELF else dst)]
+            return [self._to_one(src, rank if dst == SELF else dst, self.rates.pull_tax if src != rank else 1.0)]
         node = self.topology.node_ranks(rank)
         if not self.rates.multicast:
             return [self._to_one(src, r) for r in node]
@@ -336,10 +349,10 @@ class _Replay:
             fan[self._memory(r)] = fan.get(self._memory(r), 0.0) + 1.0
         return [fan]
 
-    def _to_one(self, src: int, dst: int) -> Uses:
+    def _to_one(self, src: int, dst: int, tax: float = 1.0) -> Uses:
         if src == dst:
             return {("local", dst): 1.0, self._memory(dst): 2.0}
-        return {("out", src): 1.0, ("in", dst): 1.0, self._memory(src): 1.0, self._memory(dst): 1.0}
+        return {("out", src): 1.0, ("in", dst): 1.0, self._memory(src): tax, self._memory(dst): 1.0}
 
     def _memory(self, rank: int) -> Resource:
         return ("memory", self.topology.node_of(rank) if self.machine.one_memory else rank)
