@@ -85,6 +85,8 @@ def calibrate(ranks: dist.ProcessGroup, members: Sequence[Member], config: TideC
             fresh[key] = measured
     finally:
         _forget_calls(members)
+        if todo and members[0].group.device.type == "cuda":
+            torch.cuda.empty_cache()  # the model's first step finds the memory as if nothing had been measured
     if fresh and where is not None and ranks.rank() == 0:
         problem = plans.store(where, facts, {**known, **fresh})
         if problem:
