@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tide_strategies.collectives.all_gather import all_gather
 from tide_strategies.collectives.reduce_scatter import reduce_scatter
-from tide_strategies.collectives.schedule import Await, Copy, Counter, Item, Ref, Schedule, Space
+from tide_strategies.collectives.schedule import Await, Copy, Counter, Item, Record, Ref, Schedule, Space, WaitEvent
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.planner.predict import even_layout, one_node_all_gather, one_node_reduce_scatter
 from tide_strategies.planner.rates import H200_PAIR, PAPER
@@ -42,6 +42,13 @@ def test_a_wait_that_nobody_ends_is_named() -> None:
     stuck = Schedule("stuck", 0, 1, {"main": (Await(Counter("landed"), 0, 1),)}, {(Counter("landed"), 0): 1})
     with pytest.raises(SimulationError, match=r"rank 0, stream 'main' of stuck, awaits landed\[0\] of rank 0 at 1"):
         replay(Machine(rates=PAPER, topology=Topology(1, 1)), one_call([stuck], [("main",)]))
+
+
+def test_long_rows_of_waits_that_are_over_are_no_recursion() -> None:
+    ops = (Record("passed"), *[WaitEvent("passed")] * 5000)
+    schedule = Schedule("patient", 0, 1, {"main": ops}, {})
+    machine = Machine(rates=PAPER, topology=Topology(1, 1))
+    assert replay(machine, one_call([schedule], [("main",)])).seconds == PAPER.call_s
 
 
 def test_a_second_call_waits_for_the_first() -> None:

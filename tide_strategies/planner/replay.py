@@ -115,6 +115,8 @@ class Call:
     passed: set[str] = field(default_factory=set)
 
 
+#: One thing that a thread does: given what to do once it is done, says whether it is done already.
+Step = Callable[[Action], bool]
 #: One thread of a rank: streams of its calls, one after another.
 Thread = Sequence[tuple[Call, str]]
 
@@ -162,15 +164,15 @@ class _Replay:
             raise SimulationError(f"the schedules do not end: {'; '.join(list(self.blocked.values())[:8])}")
         return Replayed(max(self.ends), self.ends, self.spans, self.simulation.busy())
 
-    def _go(self, number: int, rank: int, steps: Iterator[Callable[[Action], None]]) -> None:
-        """Run a thread: each step gets the action to take once it is done."""
+    def _go(self, number: int, rank: int, steps: Iterator[Step]) -> None:
+        """Run a thread until a step takes time, and go on once that is done."""
         for step in steps:
-            step(lambda: self._go(number, rank, steps))
-            return
+            if not step(lambda: self._go(number, rank, steps)):
+                return
         del self.blocked[number]
         self.ends[rank] = max(self.ends[rank], self.simulation.now)
 
-    def _steps(self, number: int, rank: int, thread: Thread) -> Iterator[Callable[[Action], None]]:
+    def _steps(self, number: int, rank: int, thread: Thread) -> Iterator[Step]:
         for call, stream in thread:
             if call.totals is None:
                 self._begin(rank, call)
@@ -192,16 +194,20 @@ class _Replay:
             key = (_bound(counter, call), writer)
             totals[key] = totals.get(key, 0) + amount
 
-    def _timer(self, seconds: float) -> Callable[[Action], None]:
-        return lambda done: self.simulation.after(seconds + self._late(), done)
+    def _timer(self, seconds: float) -> Step:
+        def step(done: Action) -> bool:
+            self.simulation.after(seconds + self._late(), done)
+            return False
+
+        return step
 
     def _late(self) -> float:
         return self.random.uniform(0.0, self.delay_s) if self.delay_s else 0.0
 
-    def _wait(self, number: int, rank: int, call: Call, stream: str, op: Op) -> Callable[[Action], None]:
+    def _wait(self, number: int, rank: int, call: Call, stream: str, op: Op) -> Step:
         start = self.simulation.now
 
-        def step(done: Action) -> None:
+        def step(done: Action) -> bool:
             def pass_on() -> None:
                 if self.simulation.now > start:
                     self.spans.append(Span(rank, stream, what, start, self.simulation.now, wait=True))
@@ -211,7 +217,7 @@ class _Replay:
             if isinstance(op, WaitEvent):
                 what = f"event {op.event}"
                 if op.event in call.passed:
-                    return pass_on()
+                    return True
                 call.recorded.setdefault(op.event, []).append(pass_on)
             else:
                 assert isinstance(op, Await)
@@ -221,9 +227,10 @@ class _Replay:
                 what = f"{counter} of rank {op.writer} at {target}"
                 key = (counter, op.writer, rank)
                 if self.cells.get(key, 0) >= target:
-                    return pass_on()
+                    return True
                 self.waiting.setdefault(key, []).append((target, pass_on))
             self.blocked[number] = f"rank {rank}, stream {stream!r} of {call.schedule.name}, awaits {what}"
+            return False
 
         return step
 
@@ -257,10 +264,10 @@ class _Replay:
 
         return arrive
 
-    def _work(self, number: int, rank: int, call: Call, stream: str, ops: Sequence[Op]) -> Callable[[Action], None]:
+    def _work(self, number: int, rank: int, call: Call, stream: str, ops: Sequence[Op]) -> Step:
         """Start a batch; its parts share what they need and the batch is done with the last of them."""
 
-        def step(done: Action) -> None:
+        def step(done: Action) -> bool:
             start = self.simulation.now
             parts = self._parts(rank, call, ops)
             left = len(parts)
@@ -284,6 +291,7 @@ class _Replay:
 
             self.blocked[number] = f"rank {rank}, stream {stream!r}"
             self.simulation.after(self.rates.start_s + self._late(), launch)
+            return False
 
         return step
 
