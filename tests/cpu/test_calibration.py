@@ -55,8 +55,8 @@ def _job(rank: int, world: int, folder: str) -> dict[str, Any]:
         out["files"] = [(f.name, stat.S_IMODE(f.stat().st_mode)) for f in files]
         out["cached"] = _trained(rank, world, _auto(folder))
         out["off"] = _trained(rank, world, _auto("off"))
-        slow = Measured(Timing(1.0, 1.0), Timing(0.5, 0.5), 1)
-        fast = Measured(Timing(0.5, 0.5), Timing(1.0, 1.0), 1)
+        slow = Measured(Timing(1.0, 1.0), Timing(0.5, 0.5), 1, 1)
+        fast = Measured(Timing(0.5, 0.5), Timing(1.0, 1.0), 1, 1)
         with mock.patch.object(calibration, "_measure", lambda e, r, member, b: slow if "1" in member.name else fast):
             out["some"] = _trained(rank, world, _auto("off"))
         with mock.patch.object(calibration, "_measure", return_value=slow):

@@ -69,7 +69,10 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
     ("arguments", "words"),
     [
         (["plan", "llama-3.1-7b"], "did you mean 'llama-3.1-70b'?"),
-        (["plan", "llama-3.1-70b", "--rates", "fast"], "--rates is paper, h200-pair, cpu-pair, or a JSON file"),
+        (
+            ["plan", "llama-3.1-70b", "--rates", "fast"],
+            "--rates is paper, h200-pair, cpu-pair, calibrated, or a JSON file",
+        ),
         (["plan", "llama-3.1-70b", "--topology", "2x"], "topology must be"),
         (["plan", "no_such_module:build"], "cannot build a model from 'no_such_module:build': ModuleNotFoundError"),
         (["explain", "resnet"], "MODEL is package.module:function or a code"),

@@ -19,17 +19,23 @@ from tide_strategies.planner.calibrate import (
     Timing,
     estimate,
     fingerprint,
+    fitted,
     folder,
     geometry,
     line,
     load,
+    newest,
     parse,
     plain,
     store,
 )
+from tide_strategies.planner.rates import CPU_PAIR, H200_PAIR
 
 FACTS = {"torch": "2.13", "device": "cpu"}
-TABLE = {"a": Measured(Timing(1e-3, 2e-3), Timing(3e-3, 4e-3), 100), "b": Measured(Timing(0.0, 0.0), Timing(1, 2), 10)}
+TABLE = {
+    "a": Measured(Timing(1e-3, 2e-3), Timing(3e-3, 4e-3), 100, 50),
+    "b": Measured(Timing(0.0, 0.0), Timing(1, 2), 10, 5),
+}
 CONTENT = json.dumps({"format": 1, "facts": FACTS, "groups": plain(TABLE)}).encode()
 
 
@@ -137,14 +143,14 @@ def test_geometry_tells_groups_apart() -> None:
 
 def test_a_size_between_others_is_on_their_line_and_one_alone_is_scaled() -> None:
     def at(size: int) -> Measured:
-        return Measured(Timing(1 + size, 2 + 3 * size), Timing(size, 5), size)
+        return Measured(Timing(1 + size, 2 + 3 * size), Timing(size, 5), size, size)
 
     found = estimate({"a": at(10), "b": at(30), "c": at(100)}, 50)
     assert found is not None
     for got, want in ((found.tide, at(50).tide), (found.stock, at(50).stock)):
         assert got.all_gather_s == pytest.approx(want.all_gather_s, rel=1e-6)
         assert got.reduce_scatter_s == pytest.approx(want.reduce_scatter_s, rel=1e-6)
-    assert estimate({"a": at(10)}, 20) == Measured(Timing(22, 64), Timing(20, 10), 20)
+    assert estimate({"a": at(10)}, 20) == Measured(Timing(22, 64), Timing(20, 10), 20, 0)
     assert estimate({}, 1) is None
 
 
@@ -165,3 +171,42 @@ def test_the_folder_is_the_users_cache_unless_said(monkeypatch: pytest.MonkeyPat
     assert folder("auto") == tmp_path / ".cache" / "tide_strategies" / "calibration"
     assert folder("off") is None
     assert folder("~/here") == tmp_path / "here"
+
+
+def test_rates_are_read_off_a_calibration(tmp_path: Path) -> None:
+    """Times made of known rates give these rates back; what is not told stays the base's."""
+    copy, sums, call = 10e9, 20e9, 1e-5
+    facts = {"device": "cpu", "ranks": "4", "processors": "a CPU x 8"}
+
+    def at(size: int) -> Measured:
+        reduce = call + 3 * size / copy + (4 * size + 4 * size // 2) / sums
+        return Measured(Timing(call + size / copy, reduce), Timing(1, 1), size, size // 2)
+
+    store(tmp_path, facts, {"a": at(10**6), "b": at(10**7)})
+    store(tmp_path, {**facts, "device": "cuda"}, TABLE)
+    found, table = newest(tmp_path, "cpu")
+    assert found == facts
+    rates = fitted(found, table, CPU_PAIR)
+    assert rates.local == pytest.approx(copy, rel=1e-6)
+    assert rates.sum_per_cta == pytest.approx(sums, rel=1e-4)
+    assert rates.call_s == pytest.approx(call, rel=1e-4)
+    assert (rates.name, rates.memory) == ("calibrated, a CPU x 8", CPU_PAIR.memory)
+    on_gpus = fitted({"device": "cuda", "ranks": "4", "gpu": "G x 4"}, {"a": at(10**6), "b": at(10**7)}, H200_PAIR)
+    assert on_gpus.push == pytest.approx(3 * copy, rel=1e-6)
+    assert on_gpus.sum_per_cta == H200_PAIR.sum_per_cta
+
+
+@pytest.mark.parametrize("ranks", ["1", "0", "-2", "two", None, 3.5])
+def test_rates_of_impossible_ranks_are_refused(ranks: Any) -> None:
+    with pytest.raises(ValueError, match="measured on"):
+        fitted({"device": "cpu", "ranks": ranks}, TABLE, CPU_PAIR)
+
+
+def test_no_calibration_is_said(tmp_path: Path) -> None:
+    for where in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ValueError, match="no calibration of cpu ranks"):
+            newest(where, "cpu")
+    (tmp_path / "x.json").write_text("[" * 100_000)
+    (tmp_path / "y.json").write_text('{"facts": {"device": "cpu"}}')
+    with pytest.raises(ValueError, match="no calibration of cpu ranks"):
+        newest(tmp_path, "cpu")

@@ -13,7 +13,7 @@ from typing import Any
 from tide_strategies.cli.tables import gib, table, wrapped
 from tide_strategies.config import parse_topology
 from tide_strategies.errors import TideConfigError
-from tide_strategies.planner import architectures, memory, predict
+from tide_strategies.planner import architectures, calibrate, memory, predict
 from tide_strategies.planner.groups import Model
 from tide_strategies.planner.rates import NAMED, Rates
 from tide_strategies.planner.sizing import outbox_depth, solve
@@ -60,7 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="vocab",
         help="presets and configs: embedding and head as groups of their own, or left to the root (default: vocab)",
     )
-    add("--rates", help=f"{', '.join(NAMED)}, or a file of rates (default: paper, on CPUs cpu-pair)")
+    add(
+        "--rates",
+        help=f"{', '.join(NAMED)}, calibrated (this machine's latest plan: auto), or a file of rates "
+        "(default: paper, on CPUs cpu-pair)",
+    )
     add("--json", action="store_true", help="print JSON")
 
 
@@ -85,11 +89,18 @@ def load_rates(text: str | None, device: str) -> Rates:
         return NAMED["cpu-pair" if device == "cpu" else "paper"]
     if text in NAMED:
         return NAMED[text]
+    if text == "calibrated":
+        where = calibrate.folder("auto")
+        assert where is not None
+        try:
+            return calibrate.fitted(*calibrate.newest(where, device), load_rates(None, device))
+        except ValueError as e:
+            raise TideConfigError(f"--rates calibrated: {e}; train with plan: auto first") from None
     try:
         return Rates.from_dict(json.loads(Path(text).read_bytes()))
     except (OSError, ValueError, RecursionError) as e:
         raise TideConfigError(
-            f"--rates is {', '.join(NAMED)}, or a JSON file of rates; {text!r} cannot be read as one "
+            f"--rates is {', '.join(NAMED)}, calibrated, or a JSON file of rates; {text!r} cannot be read as one "
             f"({type(e).__name__}: {e})"
         ) from None
 

@@ -10,6 +10,7 @@ import logging
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -173,7 +174,8 @@ def _forget_calls(members: Sequence[Member]) -> None:
 
 def _measure(exchange: Exchange, ranks: dist.ProcessGroup, member: Member, budget_s: float) -> plans.Measured | None:
     """Time one group's collectives on both paths, in turns. None, on all ranks, if stock's cannot run here."""
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, about names that all its supported versions have
         calls = _calls(ranks, member)
         start, error = time.perf_counter(), ""
         try:
@@ -196,7 +198,8 @@ def _measure(exchange: Exchange, ranks: dist.ProcessGroup, member: Member, budge
             tide, stock = plans.Timing(medians[0], medians[1]), plans.Timing(medians[2], medians[3])
             clear = not 1 / _CLEAR < tide.per_step(2) / max(stock.per_step(2), 1e-9) < _CLEAR
             if clear or len(samples[0]) >= _MOST or stated[0][1] > budget_s:
-                return plans.Measured(tide, stock, _shard_bytes(member))
+                items = sum(member.layout.shard_items(p) for p in range(len(member.layout.params)))
+                return plans.Measured(tide, stock, _shard_bytes(member), items)
 
 
 def _median_of_slowest(by_rank: Sequence[Sequence[float]]) -> float:

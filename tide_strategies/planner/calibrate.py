@@ -14,11 +14,12 @@ import os
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tide_strategies.layout import GroupLayout
+from tide_strategies.planner.rates import Rates
 
 FORMAT = 1
 #: A larger file is none of ours.
@@ -41,11 +42,19 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Both paths for one geometry. ``shard_bytes`` are gathered by each rank."""
+    """Both paths for one geometry.
+
+    Args:
+        tide: our times.
+        stock: those of the stock path.
+        shard_bytes: what each rank contributes to the all-gather.
+        items: of that shard.
+    """
 
     tide: Timing
     stock: Timing
     shard_bytes: int
+    items: int
 
     def gain(self, gathers: int) -> float:
         """Seconds a step that TIDE saves; negative if it costs."""
@@ -71,7 +80,7 @@ def estimate(table: Mapping[str, Measured], shard_bytes: int) -> Measured | None
         if only is None:
             return None
         factor = max(shard_bytes, 1) / max(only.shard_bytes, 1)
-        return Measured(_scaled(only.tide, factor), _scaled(only.stock, factor), shard_bytes)
+        return Measured(_scaled(only.tide, factor), _scaled(only.stock, factor), shard_bytes, 0)
 
     def at(which: str, what: str) -> float:
         samples = [(float(m.shard_bytes), getattr(getattr(m, which), what)) for m in table.values()]
@@ -79,7 +88,7 @@ def estimate(table: Mapping[str, Measured], shard_bytes: int) -> Measured | None
         return call_s + shard_bytes / rate
 
     tide, stock = (Timing(at(w, "all_gather_s"), at(w, "reduce_scatter_s")) for w in ("tide", "stock"))
-    return Measured(tide, stock, shard_bytes)
+    return Measured(tide, stock, shard_bytes, 0)
 
 
 def _scaled(timing: Timing, factor: float) -> Timing:
@@ -123,21 +132,81 @@ def fingerprint(facts: Mapping[str, str]) -> str:
 def load(where: Path, facts: Mapping[str, str]) -> tuple[Table, str]:
     """What is known under exactly these facts, and why nothing is, in words (empty if there is just no file)."""
     file = where / f"{fingerprint(facts)}.json"
-    try:
-        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return {}, ""
-    except OSError as e:
-        return {}, f"{file}: {e.strerror}"
-    with os.fdopen(fd, "rb") as opened:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            return {}, f"{file} is not a file that this user alone can write"
-        content = opened.read(_MAX_BYTES + 1)
+    content, problem = _read(file)
+    if content is None:
+        return {}, problem
     try:
         return parse(content, facts), ""
     except (ValueError, RecursionError) as e:
         return {}, f"{file}: {e}"
+
+
+def newest(where: Path, device: str) -> tuple[dict[str, str], Table]:
+    """Facts and table of the latest calibration of ranks on ``device`` ("cpu" or "cuda").
+
+    Raises:
+        ValueError: there is none that can be read; in words.
+    """
+    problems = ""
+    files = [f for f in where.glob("*.json") if f.is_file()] if where.is_dir() else []
+    for file in sorted(files, key=lambda f: -f.stat().st_mtime):
+        content, problems = _read(file)
+        try:
+            facts = json.loads(content or b"").get("facts")
+            if isinstance(facts, dict) and facts.get("device") == device and file.stem == fingerprint(facts):
+                return facts, parse(content or b"", facts)
+        except (ValueError, AttributeError, RecursionError) as e:
+            problems = f"{file}: {e}"
+    raise ValueError(f"no calibration of {device} ranks in {where}{f' ({problems})' if problems else ''}")
+
+
+def fitted(facts: Mapping[str, str], table: Table, base: Rates) -> Rates:
+    """The machine's rates as far as its calibration tells them; what it does not tell is ``base``'s.
+
+    From the all-gathers: a call's fixed cost, and the rate of copies. From the reduce-scatters of CPU ranks, which push
+    and sum in one thread: the rate of sums (on GPUs both run side by side, so the slower hides the other).
+
+    Raises:
+        ValueError: fewer than two sizes were measured, or on fewer than two ranks.
+    """
+    stated, one_memory = str(facts.get("ranks")), facts.get("device") == "cpu"
+    if not stated.isdecimal() or int(stated) < 2:
+        raise ValueError(f"measured on {stated} ranks")
+    ranks = int(stated)
+    call_s, gathered = line([(float(m.shard_bytes), m.tide.all_gather_s) for m in table.values()])
+    copies = gathered if one_memory else gathered * (ranks - 1)
+    found = replace(
+        base,
+        name=f"calibrated, {facts.get('gpu') or facts.get('processors')}",
+        call_s=call_s,
+        push=copies,
+        intake=base.intake if base.multicast else copies,
+    )
+    if not one_memory:
+        return found
+    sums = [s for m in table.values() if m.items and (s := _sum_rate(m, ranks, copies, call_s)) is not None]
+    return replace(found, local=copies, sum_per_cta=max(sums, default=base.sum_per_cta))
+
+
+def _sum_rate(m: Measured, ranks: int, copies: float, call_s: float) -> float | None:
+    """Bytes read and written by the sum, per second that a reduce-scatter took beside pushing."""
+    seconds = m.tide.reduce_scatter_s - call_s - (ranks - 1) * m.shard_bytes / copies
+    return (ranks * m.shard_bytes + 4 * m.items) / seconds if seconds > 0 else None
+
+
+def _read(file: Path) -> tuple[bytes | None, str]:
+    """A file's content if it is the user's own, else None and why, in words."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None, ""
+    except OSError as e:
+        return None, f"{file}: {e.strerror}"
+    with os.fdopen(fd, "rb") as opened:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            return None, f"{file} is not a file that this user alone can write"
+        return opened.read(_MAX_BYTES + 1), ""
 
 
 def store(where: Path, facts: Mapping[str, str], table: Table) -> str:
@@ -187,12 +256,12 @@ def measured(entry: Any) -> Measured:
     Raises:
         ValueError: it has another form, or numbers that cannot be.
     """
-    if not isinstance(entry, dict) or entry.keys() != {"tide", "stock", "shard_bytes"}:
+    if not isinstance(entry, dict) or entry.keys() != {"tide", "stock", "shard_bytes", "items"}:
         raise ValueError(f"not a measurement: {str(entry)[:80]}")
-    size = entry["shard_bytes"]
-    if type(size) is not int or not 0 <= size < 1 << 50:
-        raise ValueError(f"shard_bytes is {size!r}")
-    return Measured(_timing(entry["tide"]), _timing(entry["stock"]), size)
+    for key in ("shard_bytes", "items"):
+        if type(entry[key]) is not int or not 0 <= entry[key] < 1 << 50:
+            raise ValueError(f"{key} is {entry[key]!r}")
+    return Measured(_timing(entry["tide"]), _timing(entry["stock"]), entry["shard_bytes"], entry["items"])
 
 
 def _timing(entry: Any) -> Timing:
