@@ -8,6 +8,7 @@ import os
 import stat
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -171,6 +172,8 @@ def test_the_folder_is_the_users_cache_unless_said(monkeypatch: pytest.MonkeyPat
     assert folder("auto") == tmp_path / ".cache" / "tide_strategies" / "calibration"
     assert folder("off") is None
     assert folder("~/here") == tmp_path / "here"
+    with mock.patch.object(Path, "home", side_effect=RuntimeError("no home")):
+        assert folder("auto") is None
 
 
 def test_rates_are_read_off_a_calibration(tmp_path: Path) -> None:

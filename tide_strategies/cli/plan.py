@@ -91,7 +91,8 @@ def load_rates(text: str | None, device: str) -> Rates:
         return NAMED[text]
     if text == "calibrated":
         where = calibrate.folder("auto")
-        assert where is not None
+        if where is None:
+            raise TideConfigError("--rates calibrated: this user has no home to keep calibrations in")
         try:
             return calibrate.fitted(*calibrate.newest(where, device), load_rates(None, device))
         except ValueError as e:

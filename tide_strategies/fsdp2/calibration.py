@@ -68,15 +68,16 @@ def calibrate(ranks: dist.ProcessGroup, members: Sequence[Member], config: TideC
     facts = _facts(ranks, members[0].group.device, config)
     where = plans.folder(config.calibration.cache)
     known = _known(exchange, ranks.rank(), facts, where)
-    by_size = sorted(zip(keys, members, strict=True), key=lambda pair: -_shard_bytes(pair[1]))
-    todo = [(key, member) for key, member in dict(reversed(by_size)).items() if key not in known]
-    todo.sort(key=lambda pair: -_shard_bytes(pair[1]))
+    todo: dict[str, Member] = {}  # one group of each kind, the largest kinds first
+    for key, member in sorted(zip(keys, members, strict=True), key=lambda pair: -_shard_bytes(pair[1])):
+        if key not in known:
+            todo.setdefault(key, member)
     fresh: plans.Table = {}
     start = time.perf_counter()
     if todo and ranks.rank() == 0:
         _log.info("TIDE: timing %d kinds of parameter groups (at most %g s)", len(todo), config.calibration.budget_s)
     try:
-        for number, (key, member) in enumerate(todo):
+        for number, (key, member) in enumerate(todo.items()):
             left = config.calibration.budget_s - exchange_json(exchange, time.perf_counter() - start)[0]
             if fresh and left <= 0:
                 break

@@ -114,13 +114,19 @@ def line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def folder(option: str) -> Path | None:
-    """Where calibrations are kept: ``calibration.cache``, "auto" for the user's cache folder, None for "off"."""
+    """Where calibrations are kept: ``calibration.cache``, "auto" for the user's cache folder; None for nowhere.
+
+    Nowhere is for "off", and for a user who has no home.
+    """
     if option == "off":
         return None
-    if option != "auto":
-        return Path(option).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if base.startswith("/") else Path.home() / ".cache"
+    try:
+        if option != "auto":
+            return Path(option).expanduser()
+        root = Path(base) if base.startswith("/") else Path.home() / ".cache"
+    except RuntimeError:
+        return None
     return root / "tide_strategies" / "calibration"
 
 
