@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tide_strategies import _native
 from tide_strategies.cli import checks, doctor
 from tide_strategies.cli.main import COMMANDS, main
 from tide_strategies.cli.tables import WIDTH, gib, table
@@ -22,6 +23,7 @@ from tide_strategies.planner import architectures, memory
 from tide_strategies.planner.calibrate import fingerprint
 from tide_strategies.planner.groups import Group, Model
 from tide_strategies.planner.rates import PAPER
+from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda.group import auto_chunk_bytes
 from tide_strategies.topology import Topology
 
@@ -218,6 +220,23 @@ def test_the_gpu_arena_counts_whole_granules() -> None:
     assert all(n % memory.GPU_GRANULE == 0 for n in arena.values())
     assert arena["staging"] == 2 * 7 * chunk
     assert list(arena) == ["control", "staging", "ring", "pinned"]
+
+
+@pytest.mark.parametrize(("ranks", "groups", "slots"), [(2, 1, 1), (8, 82, 2), (8, 400, 9)])
+def test_control_memory_is_what_the_native_core_asks_for(ranks: int, groups: int, slots: int) -> None:
+    """On GPUs from its own function, on CPUs from an arena that is really made."""
+    counters = CallBook(ranks, groups + slots).counters
+    group = architectures.block("b", [(64, 64)], 2)
+    on_gpu = memory.arena_on_gpu([group] * groups, ranks, chunk_bytes=4096, ring=memory.Ring(slots=slots), granule=1)
+    assert on_gpu["control"] == _native.cuda.Control.control_bytes(ranks, counters)
+    on_cpu = memory.arena_on_cpu([group] * groups, ranks, chunk_bytes=4096, ring=memory.Ring(slots=slots))
+    assert on_cpu["control"] == _native.Arena.create(ranks, 0, counters).control_bytes
+
+
+def test_a_budget_without_room_for_a_slot_is_refused() -> None:
+    group = architectures.block("b", [(64, 64)], 2)
+    with pytest.raises(TideConfigError, match="no room for a slot of 8192"):
+        memory.arena_on_cpu([group], 2, chunk_bytes=4096, ring=memory.Ring(memory_budget=8191))
 
 
 # --- explain --------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class Simulation:
     """Time, flows and timers.
 
     Args:
-        capacity: bytes/s of a resource, asked once when it is first used; infinity for what is not shared.
+        capacity: bytes/s of a resource, finite and above zero, asked once when it is first used.
     """
 
     def __init__(self, capacity: Callable[[Resource], float]) -> None:

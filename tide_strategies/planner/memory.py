@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tide_strategies.collectives.reduce_scatter import BANKS, PIECE_ALIGNMENT
+from tide_strategies.errors import TideConfigError
 from tide_strategies.layout import align
 from tide_strategies.planner.groups import Group, Model
 from tide_strategies.planner.sizing import STAGING_SLOTS, Mode, generations, outbox_depth
@@ -32,7 +33,13 @@ class Ring:
     memory_budget: int | None = None
 
     def begin(self, slot_bytes: int, groups: int) -> int:
-        """Slots of ``slot_bytes`` to begin with for ``groups`` groups (``fsdp2/connect.py``)."""
+        """Slots of ``slot_bytes`` to begin with for ``groups`` groups (``fsdp2/connect.py``).
+
+        Raises:
+            TideConfigError: not one slot fits the budget, which the runtime refuses as well.
+        """
+        if self.memory_budget is not None and self.memory_budget < slot_bytes:
+            raise TideConfigError(f"a ring of {self.memory_budget} bytes has no room for a slot of {slot_bytes}")
         slots = self.slots if self.memory_budget is None else self.memory_budget // slot_bytes
         return min(slots, groups)
 
