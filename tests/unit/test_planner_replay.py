@@ -10,9 +10,17 @@ from tide_strategies.collectives.all_gather import all_gather
 from tide_strategies.collectives.reduce_scatter import reduce_scatter
 from tide_strategies.collectives.schedule import Await, Copy, Counter, Item, Record, Ref, Schedule, Space, WaitEvent
 from tide_strategies.layout import GroupLayout, ParamShape
-from tide_strategies.planner.predict import even_layout, one_node_all_gather, one_node_reduce_scatter
+from tide_strategies.planner import stages
+from tide_strategies.planner.predict import (
+    even_layout,
+    nodes_all_gather,
+    nodes_reduce_scatter,
+    one_node_all_gather,
+    one_node_reduce_scatter,
+)
 from tide_strategies.planner.rates import H200_PAIR, PAPER
 from tide_strategies.planner.replay import Machine, SimulationError, one_call, replay
+from tide_strategies.planner.sizing import solve
 from tide_strategies.topology import Topology
 
 MIB = 2**20
@@ -80,6 +88,47 @@ def test_all_gather_between_two_h200_is_within_15_percent_of_measured(mib: int, 
     machine = Machine(rates=H200_PAIR, topology=Topology(1, 2))
     found = one_node_all_gather(machine, even_layout(2, mib * MIB // 2, 30), cast=False)
     assert found.seconds * 1e3 == pytest.approx(measured_ms, rel=0.15)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from([(2, 1), (2, 2), (3, 2), (5, 1), (4, 2)]),
+    st.lists(shapes, max_size=3),
+    st.integers(0, 2**32),
+    st.sampled_from([0.0, 1e-3]),
+    st.booleans(),
+)
+def test_schedules_across_nodes_end_under_any_delay(form, params, seed, delay, slot_reuse) -> None:
+    topology = Topology(*form)
+    layout = GroupLayout(tuple(params), topology.ranks)
+    machine = Machine(rates=PAPER, topology=topology, sum_ctas=4, landing_ctas=4)
+    assert nodes_all_gather(machine, layout, seed=seed, delay_s=delay).seconds > 0
+    found = nodes_reduce_scatter(
+        machine, layout, round_width=2, slot_reuse=slot_reuse, chunk_bytes=64, seed=seed, delay_s=delay
+    )
+    assert found.seconds >= PAPER.call_s
+
+
+def test_the_stage_model_is_near_the_replay() -> None:
+    """Two descriptions of one thing: beyond 64 ranks only the first is affordable."""
+    topology = Topology(4, 8)
+    for mib in (32, 128):
+        layout = even_layout(32, mib * MIB // 4, 16)
+        sizing = solve(PAPER, topology, mib * MIB)
+        machine = Machine(rates=PAPER, topology=topology, sum_ctas=sizing.sum_ctas, landing_ctas=sizing.landing_ctas)
+        replayed = nodes_reduce_scatter(machine, layout, round_width=sizing.round_width).seconds
+        assert stages.reduce_scatter(PAPER, topology, mib * MIB, sizing).seconds == pytest.approx(replayed, rel=0.08)
+        gathered = nodes_all_gather(machine, even_layout(32, mib * MIB // 2, 30)).seconds
+        assert stages.all_gather(PAPER, topology, mib * MIB).seconds == pytest.approx(gathered, rel=0.03)
+
+
+def test_six_nodes_as_in_section_4() -> None:
+    """A reduce-scatter of 32 MiB on six nodes takes 4.81 ms with four thread blocks for the sum, 4.60 with eight."""
+    topology = Topology(6, 8)
+    for ctas, measured_ms in ((4, 4.81), (8, 4.60)):
+        machine = Machine(rates=PAPER, topology=topology, sum_ctas=ctas, landing_ctas=4)
+        found = nodes_reduce_scatter(machine, even_layout(48, 32 * MIB // 4, 16), round_width=4)
+        assert found.seconds * 1e3 == pytest.approx(measured_ms, rel=0.15)
 
 
 def test_the_bytes_of_an_all_gather_cross_every_link_once() -> None:

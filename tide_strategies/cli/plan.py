@@ -31,8 +31,8 @@ function on the meta device). Examples:
   tide plan my_project.model:build --nodes 1 --gpus 2 --device cpu
 
 On one node, memory is what this version's runtime allocates, to the byte, and times come from replaying the schedules
-that run. Across nodes, memory is the paper's closed form (section 5.4) and times come from a stage model of the paper's
-collectives (docs/simulator.md). Times are of collectives by themselves, at the given rates.
+that run. Across nodes, memory is the paper's closed form (section 5.4), and beyond 64 ranks times come from a stage
+model (docs/simulator.md). Times are of collectives by themselves, at the given rates.
 """
 
 

@@ -16,8 +16,8 @@ from tide_strategies.planner.sizing import solve
 from tide_strategies.topology import Topology
 
 _ABOUT = """\
-On one node the schedules that executors run are replayed, operation by operation; across nodes it is the stage model
-(docs/simulator.md). In the terminal, # is work and . is waiting. --trace opens in https://ui.perfetto.dev or
+The schedules that executors run are replayed, operation by operation; beyond 64 ranks on several nodes it is the stage
+model (docs/simulator.md). In the terminal, # is work and . is waiting. --trace opens in https://ui.perfetto.dev or
 chrome://tracing. With --from, the picture is of what a torch profiler trace (export_chrome_trace) measured. Examples:
 
   tide timeline reduce-scatter --topology 1x4 --mib 32 --rates h200-pair
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=["cuda", "cpu"], default="cuda", help="what the ranks run on (default: cuda)")
     add("--rates", help="as of tide plan")
     add("--seed", type=int, default=0, help="seed of the delays (default: 0)")
-    add("--delay-us", type=float, default=0.0, help="delay every operation and signal by up to this (one node)")
+    add("--delay-us", type=float, default=0.0, help="delay every operation and signal by up to this (replays)")
     add("--from", dest="profile", type=Path, metavar="FILE", help="draw the TIDE ranges of a torch profiler trace")
     add("--svg", type=Path, metavar="FILE", help="write a picture")
     add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
@@ -87,7 +87,17 @@ def _predicted(arguments: argparse.Namespace) -> tuple[Sequence[Span], str]:
     rates, nbytes = load_rates(arguments.rates, arguments.device), int(arguments.mib * 2**20)
     sizing = solve(rates, topology, nbytes)
     gather = arguments.collective == "all-gather"
-    if topology.nodes > 1:
+    if topology.nodes > 1 and topology.ranks <= predict.MOST_REPLAYED:
+        machine = Machine(rates=rates, topology=topology, sum_ctas=sizing.sum_ctas, landing_ctas=sizing.landing_ctas)
+        layout = predict.even_layout(topology.ranks, nbytes // (2 if gather else 4), arguments.params)
+        delays = {"seed": arguments.seed, "delay_s": arguments.delay_us / 1e6}
+        found = (
+            predict.nodes_all_gather(machine, layout, **delays)
+            if gather
+            else predict.nodes_reduce_scatter(machine, layout, round_width=sizing.round_width, **delays)
+        )
+        spans, seconds, how = found.spans, found.seconds, "replay"
+    elif topology.nodes > 1:
         timed = (
             stages.all_gather(rates, topology, nbytes)
             if gather

@@ -5,17 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tide_strategies.collectives.all_gather import all_gather
+from tide_strategies.collectives.all_gather_nodes import all_gather_nodes
+from tide_strategies.collectives.plan import BasePlan
 from tide_strategies.collectives.reduce_scatter import reduce_scatter
 from tide_strategies.collectives.schedule import Item
+from tide_strategies.collectives.two_level import reduce_scatter_nodes
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.planner import stages
 from tide_strategies.planner.memory import alone
 from tide_strategies.planner.rates import PAPER, Rates
-from tide_strategies.planner.replay import Call, Machine, Replayed, Thread, replay
+from tide_strategies.planner.replay import Call, Machine, Replayed, Thread, one_call, replay
 from tide_strategies.planner.sizing import Sizing, solve
 from tide_strategies.topology import Topology
 
 _MIB = 2**20
+#: Bytes of one contribution (to all ranks of a destination node) staged at a time across nodes; what Table 8's buffers
+#: on one node imply for the paper.
+NODES_CHUNK_BYTES = 16 * _MIB
+#: Jobs of more ranks are timed by the stage model: a replay's work grows with the ranks and with their peers.
+MOST_REPLAYED = 64
 
 
 def even_layout(ranks: int, items: int, params: int) -> GroupLayout:
@@ -69,6 +77,57 @@ def one_node_reduce_scatter(
     return replay(machine, threads, seed=seed, delay_s=delay_s)
 
 
+def nodes_all_gather(machine: Machine, layout: GroupLayout, *, seed: int = 0, delay_s: float = 0.0) -> Replayed:
+    """Replay one all-gather of adopted bf16 shards across nodes, streams side by side (section 3)."""
+    topology = machine.topology
+    items = [Item.of_size(s.itemsize) for s in layout.params]
+    schedules = [
+        all_gather_nodes(
+            layout,
+            topology,
+            rank,
+            items,
+            shared_landing=machine.one_memory or machine.rates.multicast,
+            interleave=False,
+            adopted=True,
+        )
+        for rank in range(topology.ranks)
+    ]
+    return replay(
+        machine, one_call(schedules, [("cast",), ("rail",), ("copy", "completion")]), seed=seed, delay_s=delay_s
+    )
+
+
+def nodes_reduce_scatter(
+    machine: Machine,
+    layout: GroupLayout,
+    *,
+    round_width: int,
+    slot_reuse: bool = False,
+    chunk_bytes: int = NODES_CHUNK_BYTES,
+    seed: int = 0,
+    delay_s: float = 0.0,
+) -> Replayed:
+    """Replay one reduce-scatter of bf16 gradients to fp32 across nodes: push, sum, network side by side (section 4)."""
+    topology = machine.topology
+    plan = BasePlan(topology.nodes, topology.local_ranks, topology.local_ranks, round_width, slot_reuse)
+    schedules = [
+        reduce_scatter_nodes(
+            layout,
+            topology,
+            rank,
+            grad=Item.BF16,
+            output=Item.F32,
+            chunk_bytes=chunk_bytes,
+            plan=plan,
+            interleave=False,
+            multicast=machine.rates.multicast,
+        )
+        for rank in range(topology.ranks)
+    ]
+    return replay(machine, one_call(schedules, [("push",), ("sum",), ("network",)]), seed=seed, delay_s=delay_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Times:
     """Seconds of one all-gather and one reduce-scatter of a group, and how they were found."""
@@ -100,6 +159,14 @@ def group_times(
     """
     output = 4 * max(1, layout.output_items)
     sizing = solve(rates, topology, output)
+    if topology.nodes > 1 and topology.ranks <= MOST_REPLAYED:
+        machine = Machine(rates=rates, topology=topology, sum_ctas=sizing.sum_ctas, landing_ctas=sizing.landing_ctas)
+        return Times(
+            nodes_all_gather(machine, layout).seconds,
+            nodes_reduce_scatter(machine, layout, round_width=sizing.round_width).seconds,
+            "replay",
+            sizing,
+        )
     if topology.nodes > 1:
         shard = sum(layout.shard_bytes(p) for p in range(len(layout.params)))
         return Times(
@@ -158,32 +225,30 @@ class Compared:
 def paper_comparison(rates: Rates = PAPER) -> list[Compared]:
     """Predict the paper's Tables 7 and 8 (min columns)."""
     rows = [
-        Compared("all-gather", nodes, mib, ms, _paper_all_gather(rates, nodes, mib), "ms", _method(nodes), 0.05)
+        Compared("all-gather", nodes, mib, ms, _paper_all_gather(rates, nodes, mib), "ms", "replay", 0.05)
         for (nodes, mib), ms in TABLE_7.items()
     ]
     for (nodes, mib), (ms, gib) in TABLE_8.items():
         sizing = solve(rates, Topology(nodes, 8), mib * _MIB)
         predicted = _paper_reduce_scatter(rates, nodes, mib, sizing)
-        rows.append(Compared("reduce-scatter", nodes, mib, ms, predicted, "ms", _method(nodes), 0.15))
+        rows.append(Compared("reduce-scatter", nodes, mib, ms, predicted, "ms", "replay", 0.15))
         buffer = alone(nodes, 8, mib * _MIB, sizing.round_width) / 2**30
         rows.append(Compared("reduce-scatter buffer", nodes, mib, gib, buffer, "GiB", "closed form", 0.15))
     return rows
 
 
-def _method(nodes: int) -> str:
-    return "replay" if nodes == 1 else "stage model"
-
-
 def _paper_all_gather(rates: Rates, nodes: int, mib: int) -> float:
+    machine = Machine(rates=rates, topology=Topology(nodes, 8))
+    layout = even_layout(8 * nodes, mib * _MIB // 2, 30)
     if nodes > 1:
-        return stages.all_gather(rates, Topology(nodes, 8), mib * _MIB).seconds * 1e3
-    machine = Machine(rates=rates, topology=Topology(1, 8))
-    return one_node_all_gather(machine, even_layout(8, mib * _MIB // 2, 30), cast=False).seconds * 1e3
+        return nodes_all_gather(machine, layout).seconds * 1e3
+    return one_node_all_gather(machine, layout, cast=False).seconds * 1e3
 
 
 def _paper_reduce_scatter(rates: Rates, nodes: int, mib: int, sizing: Sizing) -> float:
+    layout = even_layout(8 * nodes, mib * _MIB // 4, 16)
+    ctas = sizing.sum_ctas if nodes > 1 else _ONE_NODE_CTAS
+    machine = Machine(rates=rates, topology=Topology(nodes, 8), sum_ctas=ctas, landing_ctas=sizing.landing_ctas)
     if nodes > 1:
-        return stages.reduce_scatter(rates, Topology(nodes, 8), mib * _MIB, sizing).seconds * 1e3
-    machine = Machine(rates=rates, topology=Topology(1, 8), sum_ctas=_ONE_NODE_CTAS)
-    layout = even_layout(8, mib * _MIB // 4, 16)
+        return nodes_reduce_scatter(machine, layout, round_width=sizing.round_width).seconds * 1e3
     return one_node_reduce_scatter(machine, layout, chunk_bytes=_ONE_NODE_CHUNK).seconds * 1e3
