@@ -44,7 +44,7 @@ def test_one_node_has_no_rail_to_size_for() -> None:
     plan = solve(H200_PAIR, Topology(1, 2), 32 * MIB)
     assert (plan.rounds, plan.landing_ctas, plan.wire_s) == (0, 0, 0.0)
     # One bf16 contribution comes at 395 GB/s, so 790 GB/s of output; each output byte is 2 bytes read, wrote or both.
-    assert plan.sum_ctas == math.ceil(1.5 * 2 * 790 / 50)
+    assert plan.sum_ctas == math.ceil(1.5 * 2 * 790 / 58)
 
 
 def test_the_papers_bounds_at_64_nodes() -> None:
