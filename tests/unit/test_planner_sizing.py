@@ -3,19 +3,14 @@
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tide_strategies.errors import TideConfigError
 from tide_strategies.planner.rates import H200_PAIR, PAPER, Rates
 from tide_strategies.planner.sizing import (
-    generations,
     live_bound,
-    outbox_depth,
-    round_sizes,
+    rounds_of,
     solve,
     staging_bound,
-    wave_count,
 )
 from tide_strategies.topology import Topology
 
@@ -50,25 +45,10 @@ def test_one_node_has_no_rail_to_size_for() -> None:
 def test_the_papers_bounds_at_64_nodes() -> None:
     shard = 3 * MIB
     group = 64 * 8 * shard
-    assert generations(64, 8) == 2
+    assert rounds_of(64, 4, 8).generations == 2
     for mode, staging, live in (("in_place", 0.594, 3.72), ("slot_reuse", 0.164, 2.29)):
         assert round(staging_bound(64, 2 * shard, mode=mode) / group, 3) == staging
         assert round(live_bound(64, shard, mode=mode) / group, 2) == live
-
-
-@given(st.integers(1, 200), st.integers(1, 40), st.integers(1, 16))
-def test_rounds_cover_every_remote_contributor_and_no_round_crosses_a_wave(nodes: int, width: int, wave: int) -> None:
-    sizes = round_sizes(nodes, width, wave)
-    assert sum(sizes) == nodes - 1
-    assert all(1 <= n <= width for n in sizes)
-    contributor = 1
-    for n in sizes:
-        assert (contributor - 1) // wave == (contributor + n - 2) // wave
-        contributor += n
-    assert wave_count(nodes, wave) == math.ceil(nodes / wave)
-    depth = outbox_depth(nodes, width, wave, "slot_reuse")
-    assert depth <= min(2 * width, nodes - 1)
-    assert depth == max((a + b for a, b in zip([0, *sizes], sizes, strict=False)), default=0)
 
 
 @pytest.mark.parametrize("bad", [{"output_bytes": 0}, {"passes": 0}, {"grad_itemsize": 8}])
@@ -76,7 +56,9 @@ def test_the_solver_refuses_nonsense(bad: dict[str, int]) -> None:
     with pytest.raises(TideConfigError, match="the solver needs"):
         solve(PAPER, Topology(8, 8), **{"output_bytes": MIB, **bad})  # type: ignore[arg-type]
     with pytest.raises(TideConfigError, match="at least 1"):
-        round_sizes(8, 0, 8)
+        rounds_of(8, 0, 8)
+    with pytest.raises(TideConfigError, match="two nodes or more"):
+        rounds_of(1, 4, 8)
 
 
 def test_rates_survive_a_round_trip_and_refuse_the_rest() -> None:

@@ -16,7 +16,7 @@ from tide_strategies.errors import TideConfigError
 from tide_strategies.planner import architectures, calibrate, memory, predict
 from tide_strategies.planner.groups import Model
 from tide_strategies.planner.rates import NAMED, Rates
-from tide_strategies.planner.sizing import outbox_depth, solve
+from tide_strategies.planner.sizing import rounds_of, solve
 from tide_strategies.runtime.cuda.group import auto_chunk_bytes, auto_sum_ctas
 from tide_strategies.runtime.group import AUTO_CHUNK_BYTES
 from tide_strategies.topology import Topology
@@ -129,7 +129,8 @@ def make_plan(model: Model, topology: Topology, rates: Rates, options: argparse.
     forecast = memory.step(model, topology, arena, mode=options.mode, itemsize=itemsize)
     depth = 0
     if topology.nodes > 1:
-        depth = outbox_depth(topology.nodes, largest.round_width, topology.local_ranks, options.mode)
+        plan = rounds_of(topology.nodes, largest.round_width, topology.local_ranks, options.mode)
+        depth = plan.outbox_blocks()
     return {
         "model": {
             "name": model.name,

@@ -15,7 +15,7 @@ from tide_strategies.collectives.reduce_scatter import BANKS, PIECE_ALIGNMENT
 from tide_strategies.errors import TideConfigError
 from tide_strategies.layout import align
 from tide_strategies.planner.groups import Group, Model
-from tide_strategies.planner.sizing import STAGING_SLOTS, Mode, generations, outbox_depth
+from tide_strategies.planner.sizing import STAGING_SLOTS, Mode, rounds_of
 from tide_strategies.topology import Topology
 
 #: Device memory that is shared comes in such pieces on all NVIDIA GPUs so far (cuMemGetAllocationGranularity).
@@ -96,11 +96,11 @@ def arena_across_nodes(
     items = max((x.output_items for x in layouts), default=0)
     block = local * align(4 * -(-items // local), 16)
     parts = {part: sum(align(n, granule) for n in sizes) for part, sizes in _landings(groups, ranks, ring).items()}
-    depth = outbox_depth(nodes, round_width, local, mode)
+    plan = rounds_of(nodes, round_width, local, mode)
     parts["stage"] = align(nodes * shard, granule)  # M S with a cast
     parts["staging"] = align(STAGING_SLOTS * (local - 1) * block // 2, granule)
-    parts["outbox"] = align(2 * depth * block, granule)
-    parts["inbox"] = align(local * generations(nodes, local) * block, granule)
+    parts["outbox"] = align(2 * plan.outbox_blocks() * block, granule)
+    parts["inbox"] = align(local * plan.generations * block, granule)
     parts["spare"] = align(2 * block, granule)
     return parts
 
@@ -113,7 +113,7 @@ def alone(nodes: int, local: int, output_bytes: int, round_width: int) -> int:
     """
     if nodes == 1:
         return output_bytes + STAGING_SLOTS * local * min(output_bytes // 2, 16 * 2**20)
-    blocks = 4 * STAGING_SLOTS + local * generations(nodes, local) + min(round_width, nodes - 1)
+    blocks = 4 * STAGING_SLOTS + local * rounds_of(nodes, round_width, local).generations + min(round_width, nodes - 1)
     return (blocks + 1) * output_bytes
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Literal
 
+from tide_strategies.collectives.plan import BasePlan
 from tide_strategies.errors import TideConfigError
 from tide_strategies.planner.rates import Rates
 from tide_strategies.topology import Topology
@@ -20,39 +20,22 @@ SKEW, TAIL, WAIT_SHARE, MAX_ROUND_WIDTH = 1.5, 0.05, 0.10, 4
 STAGING_SLOTS = 2
 
 
-def wave_count(nodes: int, wave_width: int) -> int:
-    """W: waves in which M contributors, the own node last, arrive (proposition 4.1)."""
-    return -(-nodes // wave_width)
+def rounds_of(nodes: int, round_width: int, wave_width: int, mode: Mode = "in_place") -> BasePlan:
+    """Waves, rounds, inbox generations and outbox blocks of one pass over M >= 2 nodes (``collectives/plan.py``).
+
+    Raises:
+        TideConfigError: fewer than two nodes, or a width below 1.
+    """
+    if nodes < 2 or min(round_width, wave_width) < 1:
+        raise TideConfigError(
+            f"rounds need two nodes or more, and widths of at least 1; got {nodes}, {round_width}, {wave_width}"
+        )
+    return BasePlan(nodes, wave_width, wave_width, round_width, slot_reuse=mode == "slot_reuse")
 
 
 def round_sizes(nodes: int, round_width: int, wave_width: int) -> list[int]:
-    """Transfers in each network round of one pass: M - 1 remote contributors, at most k a round, no round across waves.
-
-    Raises:
-        TideConfigError: a number is below 1.
-    """
-    if min(nodes, round_width, wave_width) < 1:
-        raise TideConfigError(
-            f"nodes, round width and wave width must be at least 1; got {nodes}, {round_width}, {wave_width}"
-        )
-    sizes: list[int] = []
-    for first in range(1, nodes, wave_width):  # contributor c = M is the own node, which sends nothing
-        left = min(wave_width, nodes - first)
-        sizes += [min(round_width, left - done) for done in range(0, left, round_width)]
-    return sizes
-
-
-def generations(nodes: int, wave_width: int) -> int:
-    """n_par: inbox buffer generations, one for a single wave and two otherwise (section 4.2)."""
-    return 1 if wave_count(nodes, wave_width) == 1 else 2
-
-
-def outbox_depth(nodes: int, round_width: int, wave_width: int, mode: Mode) -> int:
-    """n_out, outbox blocks per bank: every remote destination in place, else two consecutive rounds (equation 9)."""
-    if mode == "in_place":
-        return nodes - 1
-    sizes = [0, *round_sizes(nodes, round_width, wave_width)]
-    return max((a + b for a, b in itertools.pairwise(sizes)), default=0)
+    """Transfers in each network round of one pass (raises as :func:`rounds_of`)."""
+    return [len(r) for wave in rounds_of(nodes, round_width, wave_width).waves() for r in wave.rounds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +93,8 @@ def solve(rates: Rates, topology: Topology, output_bytes: int, *, grad_itemsize:
     landing_ctas = max(1, min(tail, math.floor(rates.land_cap / rates.land_per_cta)))
     width = _round_width(nodes, local, wire_s, rates.round_wait_s)
     rounds = len(round_sizes(nodes, width, local))
-    return Sizing(width, sum_ctas, landing_ctas, rounds, wave_count(nodes, local), wire_s)
+    waves = rounds_of(nodes, width, local).waves_per_pass
+    return Sizing(width, sum_ctas, landing_ctas, rounds, waves, wire_s)
 
 
 def _round_width(nodes: int, wave_width: int, wire_s: float, round_wait_s: float) -> int:
@@ -133,7 +117,7 @@ def staging_bound(
     The output, the gradients, and the all-gather's ring and stage are not in it.
     """
     depth = nodes - 1 if mode == "in_place" else 2 * round_width
-    blocks = 4 * STAGING_SLOTS + 8 * generations(nodes, wave_width) + 2 * depth + 2
+    blocks = 4 * STAGING_SLOTS + 8 * rounds_of(nodes, round_width, wave_width).generations + 2 * depth + 2
     return blocks * output_bytes
 
 

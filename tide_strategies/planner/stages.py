@@ -11,14 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from tide_strategies.collectives.doubling import LAST_GROUPS, rounds
 from tide_strategies.planner.events import Action, Simulation, Uses
 from tide_strategies.planner.rates import Rates
 from tide_strategies.planner.replay import Span
 from tide_strategies.planner.sizing import STAGING_SLOTS, Sizing, round_sizes
 from tide_strategies.topology import Topology
-
-#: Transfers into which the last round of the all-gather is split, so that scattering begins early (section 3.1).
-LAST_ROUND_GROUPS = 4
 
 
 @dataclass
@@ -104,9 +102,7 @@ def all_gather(rates: Rates, topology: Topology, shard_bytes: int) -> Timed:
     """
     nodes, local = topology.nodes, topology.local_ranks
     model = _Model(rates, topology, (1, 1))
-    counts: list[int] = []
-    while sum(counts) < nodes - 1:
-        counts.append(min(2 ** len(counts), nodes - 2 ** len(counts)))
+    counts = [r.slots for r in rounds(nodes, 0)]
     scatters = [model.stream(n, "scatter") for n in range(nodes)]
     left = [nodes for _ in range(nodes)]
     # All L ranks write at once: a GPU takes in L shards, its own among them, for each that a rank sends.
@@ -125,7 +121,7 @@ def all_gather(rates: Rates, topology: Topology, shard_bytes: int) -> Timed:
         if number == len(counts):
             return
         to, last = (node - 2**number) % nodes, number == len(counts) - 1
-        groups = min(LAST_ROUND_GROUPS, counts[number]) if last else 1
+        groups = min(LAST_GROUPS, counts[number]) if last else 1
         sizes = [counts[number] // groups + (g < counts[number] % groups) for g in range(groups)]
 
         def send(index: int) -> None:
