@@ -183,6 +183,8 @@ def _kinds(model: Model, topology: Topology, rates: Rates, device: str) -> list[
             kinds[key]["groups"] += 1
             continue
         layout = group.layout(topology.ranks)
+        if topology.nodes > 1:
+            print(f"simulating the collectives of {group.name} ...", file=sys.stderr, flush=True)
         times = predict.group_times(
             rates,
             layout,
