@@ -9,10 +9,12 @@ from harness import launch
 from models import BF16, Case, batch, build
 
 from tide_strategies import apply_tide
+from tide_strategies.cli.plan import arena_of_cpu_ranks
 from tide_strategies.fsdp2 import access
 from tide_strategies.fsdp2.describe import planner_groups
 from tide_strategies.planner import memory
 from tide_strategies.runtime.group import AUTO_CHUNK_BYTES
+from tide_strategies.topology import Topology
 
 #: Case -> options. Uneven sizes, groups that stay unsharded, another ring, another chunk, bf16, one group alone.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -26,16 +28,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+#: With processes that stand for nodes.
+NODES = {"nodes": ({}, {"topology": {"nodes": 2, "gpus_per_node": 2}})}
+
+
 def _job(rank: int, world: int, _: Any) -> dict[str, Any]:
     out = {}
-    for name, (case, options) in CASES.items():
+    for name, (case, options) in (NODES if world == 4 else CASES).items():
         model = build(Case(name, **case), world)
         tide = apply_tide(model, {"plan": "tide", "timeout_s": 30, **options})
         model(batch(0, rank))
         chunk = options.get("reduce_scatter", {}).get("chunk_bytes", AUTO_CHUNK_BYTES)
-        forecast = memory.arena_on_cpu(
+        forecast = arena_of_cpu_ranks(
             planner_groups(access.param_groups(model)),
-            world,
+            Topology(*options.get("topology", {"nodes": 1, "gpus_per_node": world}).values()),
             chunk_bytes=chunk,
             ring=memory.Ring(**options.get("all_gather", {})),
         )
@@ -55,3 +61,10 @@ def test_forecast_equals_what_is_allocated(job: list[dict[str, Any]], name: str)
         forecast, allocated = result[name]
         assert forecast == allocated
         assert allocated["staging"] > 0
+
+
+def test_forecast_equals_what_processes_that_stand_for_nodes_allocate() -> None:
+    for result in launch(4, _job):
+        forecast, allocated = result["nodes"]
+        assert forecast == allocated
+        assert {"stage", "outbox", "inbox", "spare"} <= allocated.keys()

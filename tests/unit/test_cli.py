@@ -216,7 +216,7 @@ def test_any_file_is_a_model_or_a_clear_refusal(tmp_path: Path, content: bytes) 
 def test_the_gpu_arena_counts_whole_granules() -> None:
     model = architectures.preset("wan2.2-14b")
     chunk = auto_chunk_bytes(100 * 2**20)
-    arena = memory.arena_on_gpu(model.groups, 8, chunk_bytes=chunk)
+    arena = memory.arena_on_gpu(model.groups, 8, counters=100, chunk_bytes=chunk)
     assert all(n % memory.GPU_GRANULE == 0 for n in arena.values())
     assert arena["staging"] == 2 * 7 * chunk
     assert list(arena) == ["control", "staging", "ring", "pinned"]
@@ -225,18 +225,18 @@ def test_the_gpu_arena_counts_whole_granules() -> None:
 @pytest.mark.parametrize(("ranks", "groups", "slots"), [(2, 1, 1), (8, 82, 2), (8, 400, 9)])
 def test_control_memory_is_what_the_native_core_asks_for(ranks: int, groups: int, slots: int) -> None:
     """On GPUs from its own function, on CPUs from an arena that is really made."""
-    counters = CallBook(ranks, groups + slots).counters
+    counters = CallBook(Topology(1, ranks), groups + slots).counters
     group = architectures.block("b", [(64, 64)], 2)
-    on_gpu = memory.arena_on_gpu([group] * groups, ranks, chunk_bytes=4096, ring=memory.Ring(slots=slots), granule=1)
+    on_gpu = memory.arena_on_gpu([group] * groups, ranks, counters=counters, chunk_bytes=4096, granule=1)
     assert on_gpu["control"] == _native.cuda.Control.control_bytes(ranks, counters)
-    on_cpu = memory.arena_on_cpu([group] * groups, ranks, chunk_bytes=4096, ring=memory.Ring(slots=slots))
+    on_cpu = memory.arena_on_cpu([group] * groups, Topology(1, ranks), counters=counters, reserved={})
     assert on_cpu["control"] == _native.Arena.create(ranks, 0, counters).control_bytes
 
 
 def test_a_budget_without_room_for_a_slot_is_refused() -> None:
     group = architectures.block("b", [(64, 64)], 2)
     with pytest.raises(TideConfigError, match="no room for a slot of 8192"):
-        memory.arena_on_cpu([group], 2, chunk_bytes=4096, ring=memory.Ring(memory_budget=8191))
+        memory.arena_on_cpu([group], Topology(1, 2), counters=4, reserved={}, ring=memory.Ring(memory_budget=8191))
 
 
 # --- explain --------------------------------------------------------------------------------------------------

@@ -5,20 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tide_strategies.cli.tables import gib, table, wrapped
+from tide_strategies.collectives.reduce_scatter import PIECE_ALIGNMENT
 from tide_strategies.config import parse_topology
 from tide_strategies.errors import TideConfigError
+from tide_strategies.layout import align
 from tide_strategies.planner import architectures, calibrate, memory, predict
-from tide_strategies.planner.groups import Model
+from tide_strategies.planner.groups import Group, Model
 from tide_strategies.planner.rates import NAMED, Rates
 from tide_strategies.planner.sizing import rounds_of, solve
+from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda.group import auto_chunk_bytes, auto_sum_ctas
-from tide_strategies.runtime.group import AUTO_CHUNK_BYTES
+from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, needed_memory
 from tide_strategies.topology import Topology
 
 _ABOUT = f"""\
@@ -159,18 +162,34 @@ def _chunk_bytes(model: Model, ranks: int, device: str) -> int:
     return auto_chunk_bytes(max(sum(x.shard_bytes(p) for p in range(len(x.params))) for x in layouts))
 
 
+def arena_of_cpu_ranks(
+    groups: Sequence[Group], topology: Topology, *, chunk_bytes: int, ring: memory.Ring
+) -> dict[str, int]:
+    """Bytes of shared memory by part that CPU ranks of one host will share, by the runtime's own counts."""
+    chunk_bytes = align(chunk_bytes, 2 * PIECE_ALIGNMENT)  # as fsdp2/connect.py
+    return memory.arena_on_cpu(
+        groups,
+        topology,
+        counters=CallBook(topology, len(groups) + ring.slots).counters,
+        reserved=needed_memory((g.layout(topology.ranks) for g in groups), topology, 0, chunk_bytes),
+        ring=ring,
+    )
+
+
 def _arena(model: Model, topology: Topology, width: int, options: argparse.Namespace) -> tuple[dict[str, int], str]:
     groups, ranks, ring = model.groups, topology.ranks, memory.Ring(slots=options.slots)
-    if topology.nodes > 1:
-        parts = memory.arena_across_nodes(groups, topology, mode=options.mode, round_width=width, ring=ring)
-        return parts, "closed form (paper, section 5.4), on each GPU"
     if ranks == 1:
         return {}, "one rank has nobody to communicate with"
     chunk_bytes = _chunk_bytes(model, ranks, options.device)
     if options.device == "cpu":
-        parts = memory.arena_on_cpu(groups, ranks, chunk_bytes=chunk_bytes, ring=ring)
-        return parts, "exact, shared by the node's ranks"
-    return memory.arena_on_gpu(groups, ranks, chunk_bytes=chunk_bytes, ring=ring), "exact, on each GPU"
+        parts = arena_of_cpu_ranks(groups, topology, chunk_bytes=chunk_bytes, ring=ring)
+        return parts, "exact, shared by all ranks of one host"
+    if topology.nodes > 1:
+        parts = memory.arena_across_nodes(groups, topology, mode=options.mode, round_width=width, ring=ring)
+        return parts, "closed form (paper, section 5.4), on each GPU"
+    counters = CallBook(topology, len(groups) + ring.slots).counters
+    parts = memory.arena_on_gpu(groups, ranks, counters=counters, chunk_bytes=chunk_bytes, ring=ring)
+    return parts, "exact, on each GPU"
 
 
 def _kinds(model: Model, topology: Topology, rates: Rates, device: str) -> list[dict[str, Any]]:

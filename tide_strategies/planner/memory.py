@@ -8,10 +8,11 @@ what lives outside the arena and what the two stock paths hold.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tide_strategies.collectives.reduce_scatter import BANKS, PIECE_ALIGNMENT
+from tide_strategies.collectives.schedule import Space
 from tide_strategies.errors import TideConfigError
 from tide_strategies.layout import align
 from tide_strategies.planner.groups import Group, Model
@@ -44,31 +45,53 @@ class Ring:
         return min(slots, groups)
 
 
-def arena_on_cpu(groups: Sequence[Group], ranks: int, *, chunk_bytes: int, ring: Ring = Ring()) -> dict[str, int]:
-    """Bytes of shared memory by part, which exist once for all ``ranks`` processes of the host.
+def arena_on_cpu(
+    groups: Sequence[Group],
+    topology: Topology,
+    *,
+    counters: int,
+    reserved: Mapping[tuple[Space, int], int],
+    ring: Ring = Ring(),
+) -> dict[str, int]:
+    """Bytes of shared memory by part, which exist once for all processes of the host.
 
     Args:
         groups: those that TIDE accelerates, of one process group, in order.
-        ranks: processes.
-        chunk_bytes: of the reduce-scatter.
+        topology: nodes, which processes of one host may stand for, and their ranks.
+        counters: of the engine (``runtime/calls.py``).
+        reserved: what schedules need on every rank (``runtime.group.needed_memory``).
         ring: options of the ring.
     """
-    counters = _counters(ranks, len(groups), ring.slots)
-    out = {"control": align(_HEADER + (_TAGS + _CELL * counters) * ranks, mmap.PAGESIZE)}
-    for part, sizes in _landings(groups, ranks, ring).items():
-        out[part] = sum(align(n, mmap.PAGESIZE) for n in sizes)
-    staging = _staging(ranks, chunk_bytes)
-    if staging:
-        out["staging"] = ranks * align(staging, mmap.PAGESIZE)
+    out = {"control": align(_HEADER + (_TAGS + _CELL * counters) * topology.ranks, mmap.PAGESIZE)}
+    for part, sizes in _landings(groups, topology.ranks, ring).items():
+        out[part] = topology.nodes * sum(align(n, mmap.PAGESIZE) for n in sizes)
+    for (space, _), nbytes in reserved.items():
+        out[space.value] = out.get(space.value, 0) + topology.ranks * align(nbytes, mmap.PAGESIZE)
     return out
 
 
 def arena_on_gpu(
-    groups: Sequence[Group], ranks: int, *, chunk_bytes: int, ring: Ring = Ring(), granule: int = GPU_GRANULE
+    groups: Sequence[Group],
+    ranks: int,
+    *,
+    counters: int,
+    chunk_bytes: int,
+    ring: Ring = Ring(),
+    granule: int = GPU_GRANULE,
 ) -> dict[str, int]:
-    """Bytes of device memory by part on each of ``ranks`` GPUs of one host. Arguments as :func:`arena_on_cpu`."""
-    out = {"control": align(_CUDA_CELL * ranks * _counters(ranks, len(groups), ring.slots), granule)}
-    staging = _staging(ranks, chunk_bytes)
+    """Bytes of device memory by part on each of ``ranks`` GPUs of one host.
+
+    Args:
+        groups: as of :func:`arena_on_cpu`.
+        ranks: GPUs.
+        counters: as of :func:`arena_on_cpu`.
+        chunk_bytes: of the reduce-scatter.
+        ring: options of the ring.
+        granule: what allocations are rounded up to.
+    """
+    out = {"control": align(_CUDA_CELL * ranks * counters, granule)}
+    # Chunks are whole vectors (fsdp2/connect.py).
+    staging = BANKS * (ranks - 1) * align(chunk_bytes, 2 * PIECE_ALIGNMENT)
     if staging:
         out["staging"] = align(staging, granule)
     for part, sizes in _landings(groups, ranks, ring).items():
@@ -160,16 +183,6 @@ def step(model: Model, topology: Topology, arena: dict[str, int], *, mode: Mode,
         symmetric=kept + 2 * group + packed,
         symmetric_private=group + packed,
     )
-
-
-def _counters(ranks: int, groups: int, slots: int) -> int:
-    """Counters of an engine (``runtime/calls.py``): landed, consumed, pushed to each rank, vacated of each slot."""
-    return 2 + ranks + groups + slots
-
-
-def _staging(ranks: int, chunk_bytes: int) -> int:
-    """Bytes of one rank's staging; chunks are whole vectors (``fsdp2/connect.py``)."""
-    return BANKS * (ranks - 1) * align(chunk_bytes, 2 * PIECE_ALIGNMENT)
 
 
 def _landings(groups: Sequence[Group], ranks: int, ring: Ring) -> dict[str, list[int]]:
