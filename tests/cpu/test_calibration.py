@@ -69,6 +69,11 @@ def _job(rank: int, world: int, folder: str) -> dict[str, Any]:
                 out["replicas"] = _trained(rank, world, _auto("off"), hsdp=True)
             want = _trained(rank, world, None, hsdp=True)
             out["replicas"]["equal"] = _equal(out["replicas"], want)
+            nodes = {"topology": "2x2"}
+            out["nodes"] = _trained(rank, world, _auto("off", **nodes))
+            out["nodes"]["equal"] = _equal(
+                out["nodes"], _trained(rank, world, {"plan": "tide", "timeout_s": 30, **nodes})
+            )
     for name in ("measured", "cached", "off", "some", "none", "unknown"):
         out[name]["equal"] = _equal(out[name], stock)
         out[name]["as plain"] = out[name]["calls"] == plain["calls"]
@@ -145,6 +150,12 @@ def test_replicas_choose_alike(four: list[dict[str, Any]]) -> None:
     for result in four:
         assert {code for _, code, _ in result["replicas"]["groups"].values()} == {"TIDE-F026"}
         assert result["replicas"]["equal"]
+
+
+def test_processes_that_stand_for_nodes_are_calibrated_too(four: list[dict[str, Any]]) -> None:
+    for result in four:
+        assert result["nodes"]["equal"]
+        assert all(words for *_, words in result["nodes"]["groups"].values())
 
 
 def _spoiled(rank: int, world: int, folder: str) -> dict[str, Any]:
