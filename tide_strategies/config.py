@@ -9,11 +9,12 @@ for a misspelt key, the nearest right name.
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import os
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, Literal, TypeVar
@@ -23,7 +24,7 @@ from tide_strategies.errors import TideConfigError
 Auto = Literal["auto"]
 T = TypeVar("T")
 
-TOPOLOGY_ENV = "TIDE_TOPOLOGY"
+TOPOLOGY_ENV, PLAN_ENV = "TIDE_TOPOLOGY", "TIDE_PLAN"
 
 #: About three years: what no clock behind a wait overflows at.
 MAX_TIMEOUT_S = 1e8
@@ -113,13 +114,41 @@ class DebugConfig:
     Args:
         poison_slots: make vacated parameters read as NaN, so that a use after reshard is seen.
         trace: keep a record of every collective call.
+        autopsy: folder into which each rank writes what it awaited when it stops, for ``tide autopsy``; empty takes the
+            environment variable ``TIDE_AUTOPSY``.
     """
 
     poison_slots: bool = False
     trace: bool = False
+    autopsy: str = ""
 
     def __post_init__(self) -> None:
         _check_fields(self, "debug")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PinnedPlan:
+    """A plan made by hand: which groups use which path. Nothing is measured.
+
+    Args:
+        default: path of the groups that nothing else names.
+        tide: names of groups (module names as in the report, ``*`` matches any text) that use TIDE.
+        stock: names of groups that keep stock collectives; they win over ``tide``.
+    """
+
+    default: Literal["tide", "stock"] = "tide"
+    tide: tuple[str, ...] = ()
+    stock: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_fields(self, "plan")
+
+    def path(self, name: str) -> str:
+        """The path of the group with this name."""
+        for path in ("stock", "tide"):
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in getattr(self, path)):
+                return path
+        return self.default
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,8 +158,9 @@ class TideConfig:
     Args:
         enabled: False leaves stock FSDP2 untouched.
         strict: True turns every fallback to stock collectives into an error.
-        plan: "auto" and "tide" use TIDE for every eligible group; "stock" keeps stock collectives for all
-            groups and only measures them.
+        plan: "auto" times both paths before the first step and uses TIDE for every eligible group where it is not
+            slower; "tide" uses it for all of them; "stock" keeps stock collectives and only measures them; a mapping
+            pins the choice by group name. The environment variable ``TIDE_PLAN`` overrides "auto".
         topology: "auto", or nodes and GPUs per node by hand (a mapping, or text such as "2x4"). The
             environment variable ``TIDE_TOPOLOGY`` overrides "auto".
         timeout_s: seconds that any wait for a peer may take before the job stops with an error, at most 1e8.
@@ -139,7 +169,7 @@ class TideConfig:
 
     enabled: bool = True
     strict: bool = False
-    plan: Literal["auto", "tide", "stock"] = "auto"
+    plan: Literal["auto", "tide", "stock"] | PinnedPlan = "auto"
     topology: Auto | TopologyConfig = "auto"
     timeout_s: float = 300.0
     all_gather: AllGatherConfig = field(default_factory=AllGatherConfig)
@@ -169,6 +199,12 @@ class TideConfig:
             raise TideConfigError(
                 f"TIDE options must be a mapping or a TideConfig, not {type(value).__name__}: {value!r}"
             )
+        plan = os.environ.get(PLAN_ENV, "auto") or "auto"
+        if value.plan == "auto" and plan != "auto":
+            try:
+                value = replace(value, plan=plan)  # type: ignore[arg-type]
+            except TideConfigError as e:
+                raise TideConfigError(f"environment variable {PLAN_ENV}: {e}") from None
         stated = os.environ.get(TOPOLOGY_ENV, "auto") or "auto"
         if value.topology != "auto" or stated == "auto":
             return value
@@ -206,6 +242,8 @@ def _plain(value: Any) -> Any:
         value = asdict(value)
     if isinstance(value, Mapping):
         return {k: _plain(value[k]) for k in value}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return tuple(_plain(v) for v in value)
     return value.name if isinstance(value, Enum) else value
 
 
@@ -278,6 +316,8 @@ def _check_fields(obj: Any, section: str) -> None:
 def _accepts(value: Any, hint: Any) -> bool:
     if typing.get_origin(hint) is Literal:
         return type(value) is str and value in typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        return type(value) is tuple and all(type(v) is str for v in value)
     if hint is float:
         return type(value) in (int, float)
     return type(value) is hint
@@ -286,6 +326,8 @@ def _accepts(value: Any, hint: Any) -> bool:
 def _describe(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return " or ".join(repr(a) for a in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return "a list of texts"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
     return names.get(hint) or f"a section with {', '.join(f.name for f in fields(hint))}"
 

@@ -48,6 +48,14 @@ FALLBACKS: dict[str, tuple[str, str]] = {
         "use an NVIDIA GPU and driver with CUDA 12 or newer, install triton, and set CUDA_DEVICE_MAX_CONNECTIONS=32 "
         "in the environment of the job",
     ),
+    "TIDE-F017": (
+        "the group has {} parameters with gradients, and the GPU's summing kernel takes {} at most",
+        "wrap smaller modules",
+    ),
+    "TIDE-F018": (
+        "a CUDA graph is being captured",
+        "capture what lies between FSDP2's collectives, or set plan: stock",
+    ),
     "TIDE-F020": ("the ranks cannot share memory: {}", "run the ranks of a sharding group on one host"),
     "TIDE-F021": (
         "there is no room for the shared arena: {}",
@@ -63,6 +71,10 @@ FALLBACKS: dict[str, tuple[str, str]] = {
         "set topology: auto, or state the nodes and ranks that the job has",
     ),
     "TIDE-F025": ("another rank cannot: {}", "see that rank's own report"),
+    "TIDE-F026": (
+        "stock collectives are faster for this group here: {}",
+        "none needed; plan: tide uses TIDE all the same",
+    ),
     "TIDE-F030": ("gradients of different dtypes arrived in one call", "none needed: such calls run as stock"),
     "TIDE-F031": ("gradients of dtype {} arrived", "use bfloat16 or float32 gradients"),
     "TIDE-F101": ("torch {} is not a version that TIDE knows", "use a supported torch (docs/supported_torch.md)"),

@@ -43,6 +43,7 @@ class GroupReport:
         parameters: number of parameters.
         unsharded_bytes: bytes of the group's landing.
         storage: "ring", "pinned" or "torch".
+        calibration: what both paths took by themselves, in words; empty if they were not timed (``plan``).
     """
 
     name: str
@@ -53,6 +54,7 @@ class GroupReport:
     parameters: int
     unsharded_bytes: int
     storage: Literal["ring", "pinned", "torch"]
+    calibration: str = ""
     all_gather: CollectiveStats = field(default_factory=CollectiveStats)
     reduce_scatter: CollectiveStats = field(default_factory=CollectiveStats)
 
@@ -90,6 +92,8 @@ class TideReport:
                 f"{ag.calls} all-gathers ({ag.reused} saved) {ag.seconds * 1e3:.1f} ms, "
                 f"{rs.calls} reduce-scatters {rs.seconds * 1e3:.1f} ms"
             )
+            if g.calibration:
+                lines.append(f"    {g.calibration}")
             if g.remedy:
                 lines.append(f"    {g.remedy}")
             for what, stats in (("all-gather", ag), ("reduce-scatter", rs)):

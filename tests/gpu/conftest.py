@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # inherited by the ranks; read when CUDA starts
+os.environ.setdefault("TIDE_PLAN", "tide")  # what plan: auto chooses depends on the machine
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))  # the harness and the models
 
 

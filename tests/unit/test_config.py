@@ -15,6 +15,7 @@ from tide_strategies.config import (
     AllGatherConfig,
     CalibrationConfig,
     DebugConfig,
+    PinnedPlan,
     ReduceScatterConfig,
     TideConfig,
     TopologyConfig,
@@ -24,8 +25,9 @@ from tide_strategies.errors import TideConfigError, TideError
 
 
 @pytest.fixture(autouse=True)
-def no_topology_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIDE_TOPOLOGY", raising=False)
+    monkeypatch.delenv("TIDE_PLAN", raising=False)
 
 
 def leaves(obj: Any = None, path: str = "") -> dict[str, Any]:
@@ -76,6 +78,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "calibration.cache": (["auto", "off", "/some/file.json"], [None, True, 3]),
     "calibration.budget_s": ([0.1, 2], [0, -1, float("nan"), "2s"]),
     "debug.poison_slots": ([True, False], [1, "on"]),
+    "debug.autopsy": (["", "stopped"], [None, 1]),
     "debug.trace": ([True, False], [None, "off"]),
 }
 
@@ -128,7 +131,10 @@ def test_wrong_values_are_refused_by_name(option: str, value: Any) -> None:
     ("mapping", "words"),
     [
         ({"all_gather.slots": 0}, "'all_gather.slots' must be at least 1; got 0"),
-        ({"plan": "fast"}, "'plan' must be 'auto' or 'tide' or 'stock'; got 'fast' (str)"),
+        (
+            {"plan": "fast"},
+            "'plan' must be 'auto' or 'tide' or 'stock' or a section with default, tide, stock; got 'fast' (str)",
+        ),
         ({"enabled": 1}, "'enabled' must be true or false; got 1 (int)"),
         ({"timeout_s": "5"}, "'timeout_s' must be a number; got '5' (str)"),
         ({"all_gather": 3}, "'all_gather' must be a section with multicast, slots, memory_budget, cache; got 3 (int)"),
@@ -347,3 +353,47 @@ def test_any_mapping_gives_a_config_that_survives_a_round_trip_or_a_refusal(mapp
         return
     assert TideConfig.from_any(json.loads(json.dumps(config.to_dict()))) == config
     assert hash(config) == hash(TideConfig.from_any(config.to_dict()))
+
+
+# --- a pinned plan --------------------------------------------------------------------------------------------
+
+
+def test_a_pinned_plan_survives_a_round_trip_and_names_groups() -> None:
+    given_form = {"plan": {"default": "stock", "tide": ["blocks.*", "head"], "stock": ["blocks.3"]}}
+    config = TideConfig.from_any(given_form)
+    assert config.plan == PinnedPlan(default="stock", tide=("blocks.*", "head"), stock=("blocks.3",))
+    assert TideConfig.from_any(json.loads(json.dumps(config.to_dict()))) == config
+    assert isinstance(config.plan, PinnedPlan)
+    paths = {name: config.plan.path(name) for name in ("blocks.0", "blocks.3", "head", "(root)")}
+    assert paths == {"blocks.0": "tide", "blocks.3": "stock", "head": "tide", "(root)": "stock"}
+    assert TideConfig.from_any({"plan": {}}).plan == PinnedPlan()
+
+
+def test_a_pinned_plan_comes_from_omegaconf_too() -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    config = TideConfig.from_any(omegaconf.OmegaConf.create({"plan": {"stock": ["a", "b"]}}))
+    assert config.plan == PinnedPlan(stock=("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"default": "auto"}, "'plan.default' must be 'tide' or 'stock'"),
+        ({"stock": "lm_head"}, "'plan.stock' must be a list of texts"),
+        ({"stock": [1]}, "'plan.stock' must be a list of texts"),
+        ({"tides": []}, "unknown TIDE option 'plan.tides'; did you mean 'plan.tide'?"),
+    ],
+)
+def test_a_wrong_pinned_plan_is_refused(plan: dict[str, Any], words: str) -> None:
+    with pytest.raises(TideConfigError) as refused:
+        TideConfig.from_any({"plan": plan})
+    assert words in str(refused.value)
+
+
+def test_the_environment_decides_what_is_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDE_PLAN", "stock")
+    assert TideConfig.from_any(None).plan == "stock"
+    assert TideConfig.from_any({"plan": "tide"}).plan == "tide"
+    monkeypatch.setenv("TIDE_PLAN", "fast")
+    with pytest.raises(TideConfigError, match="environment variable TIDE_PLAN"):
+        TideConfig.from_any(None)

@@ -13,9 +13,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from tide_strategies.collectives.schedule import Item
-from tide_strategies.config import TideConfig, TopologyConfig
+from tide_strategies.config import PinnedPlan, TideConfig, TopologyConfig
 from tide_strategies.detect import Verdict, fallback
-from tide_strategies.fsdp2.access import unsharded_dtype
+from tide_strategies.fsdp2.access import group_name, unsharded_dtype
+from tide_strategies.kernels.tiles import POINTER_COUNTS
 
 REDUCIBLE = {torch.float32: Item.F32, torch.bfloat16: Item.BF16}
 
@@ -40,11 +41,17 @@ def group_verdict(group: Any, config: TideConfig) -> Verdict:
         return fallback("TIDE-F007")
     return (
         _comms_verdict(group)
+        or (_gpu_verdict(group) if group.device.type == "cuda" else None)
         or next(filter(None, (_param_verdict(p) for p in group.fsdp_params)), None)
         or _reduction_verdict(group)
         or _topology_verdict(config, ranks, group.device.type)
-        or (fallback("TIDE-F022") if config.plan == "stock" else Verdict())
+        or _plan_verdict(group, config)
     )
+
+
+def _plan_verdict(group: Any, config: TideConfig) -> Verdict:
+    plan = config.plan.path(group_name(group)) if isinstance(config.plan, PinnedPlan) else config.plan
+    return fallback("TIDE-F022") if plan == "stock" else Verdict()
 
 
 def shard_item(param: Any) -> Item:
@@ -64,6 +71,13 @@ def _device_verdict(device_type: str) -> Verdict | None:
 
     missing = missing_capability(torch.cuda.current_device())
     return None if missing is None else fallback("TIDE-F016", missing)
+
+
+def _gpu_verdict(group: Any) -> Verdict | None:
+    trained = sum(p.sharded_param.requires_grad for p in group.fsdp_params)
+    if trained > POINTER_COUNTS[-1]:
+        return fallback("TIDE-F017", trained, POINTER_COUNTS[-1])
+    return fallback("TIDE-F018") if torch.cuda.is_current_stream_capturing() else None
 
 
 def _comms_verdict(group: Any) -> Verdict | None:

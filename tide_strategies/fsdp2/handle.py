@@ -20,6 +20,7 @@ from tide_strategies.fsdp2 import access
 from tide_strategies.fsdp2.agreement import agree_on_options
 from tide_strategies.fsdp2.guards import check_torch
 from tide_strategies.report import TideReport
+from tide_strategies.runtime import autopsy
 from tide_strategies.runtime.cuda.queues import request_queues
 
 _log = logging.getLogger("tide_strategies")
@@ -69,6 +70,7 @@ def apply_tide(model: nn.Module, config: TideConfig | Mapping[str, Any] | None =
     agree_on_options(access.mesh_groups(access.meshes(model)), stated, options.timeout_s)
     if guard.warning and dist.get_rank() == 0:
         _log.warning("TIDE: %s", guard.warning)
+    autopsy.write_to(options.debug.autopsy)
     handle = TideHandle(options)
     if not options.enabled:
         handle._status = "off (enabled: false); stock FSDP2"

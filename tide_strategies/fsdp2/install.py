@@ -17,13 +17,14 @@ from tide_strategies.detect import OK, Verdict, fallback
 from tide_strategies.errors import TideArenaError, TideError, TideFallbackError
 from tide_strategies.fsdp2 import access
 from tide_strategies.fsdp2.agreement import agree_on_groups
+from tide_strategies.fsdp2.calibration import Calibrated, calibrate
 from tide_strategies.fsdp2.connect import AnyEngine, connect
 from tide_strategies.fsdp2.eligibility import group_verdict
 from tide_strategies.fsdp2.param_group import GroupBinding, measure, restore
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.report import CollectiveStats, GroupReport
 from tide_strategies.runtime.bootstrap import agree
-from tide_strategies.runtime.exchange import process_group_exchange
+from tide_strategies.runtime.exchange import exchange_json, process_group_exchange
 
 _log = logging.getLogger("tide_strategies")
 
@@ -31,8 +32,6 @@ _log = logging.getLogger("tide_strategies")
 #: Options that change nothing on this kind of device, or nothing yet.
 _WITHOUT_EFFECT = {
     "rail",
-    "calibration.cache",
-    "calibration.budget_s",
     "debug.trace",
     "all_gather.multicast",
     "reduce_scatter.landing_ctas",
@@ -56,6 +55,7 @@ class InstalledGroup:
     verdict: Verdict
     layout: GroupLayout
     binding: GroupBinding | None = None
+    calibrated: Calibrated | None = None
 
     def report(self) -> GroupReport:
         """The group's entry in the report."""
@@ -70,6 +70,7 @@ class InstalledGroup:
             parameters=len(self.layout.params),
             unsharded_bytes=self.layout.landing_bytes,
             storage=storage,  # type: ignore[arg-type]
+            calibration=self.calibrated.words() if self.calibrated is not None else "",
             all_gather=CollectiveStats(**vars(self.binding.all_gathers)) if self.binding else CollectiveStats(),
             reduce_scatter=CollectiveStats(**vars(self.binding.reduce_scatters)) if self.binding else CollectiveStats(),
         )
@@ -99,7 +100,10 @@ class Installation:
         try:
             for ranks, members in self._process_groups():
                 try:
-                    self.engines.append(self._connect(ranks, members))
+                    engine = self._connect(ranks, members)
+                    self.engines.append(engine)
+                    if config.plan == "auto":
+                        self._choose(ranks, members, engine)
                 except TideArenaError as e:  # raised on every rank alike
                     for installed in members:
                         installed.verdict = fallback(e.code, e)
@@ -171,6 +175,27 @@ class Installation:
             raise
         return engine
 
+    def _choose(self, ranks: dist.ProcessGroup, members: list[InstalledGroup], engine: AnyEngine) -> None:
+        """Keep the groups for which TIDE is not slower; the others go back to stock, on all ranks alike."""
+        for installed, calibrated in zip(members, calibrate(ranks, members, self.config), strict=True):
+            installed.calibrated = calibrated
+        ours = [g.calibrated is None or g.calibrated.ours for g in members]
+        for group in access.mesh_groups(g.group.mesh_info.mesh for g in members):
+            exchange = process_group_exchange(group, self.config.timeout_s, "the choice of collectives")
+            ours = [all(choices) for choices in zip(*exchange_json(exchange, ours), strict=True)]
+        if all(ours):
+            return
+        for installed, own in zip(members, ours, strict=True):
+            if not own:
+                words = installed.calibrated.words() if installed.calibrated else "in another replica"
+                installed.verdict = fallback("TIDE-F026", words)
+        self._restore(members)
+        self.engines.remove(engine)
+        engine.close()
+        kept = [g for g in members if g.verdict.ok]
+        if kept:
+            self.engines.append(self._connect(ranks, kept))
+
     def _decide(self) -> None:
         """Warn once about options without effect and about fallbacks, or raise for fallbacks under ``strict``."""
         devices = {g.group.device.type for g in self.groups}
@@ -178,8 +203,8 @@ class Installation:
         unused = [name for name in self.config.changed() if name in idle]
         if unused and dist.get_rank() == 0:
             _log.warning("TIDE: these options have no effect on %s ranks: %s", "/".join(devices), ", ".join(unused))
-        # What the user asked for (plan: stock) is no fallback.
-        stock = [g for g in self.groups if g.verdict.code not in (OK, "TIDE-F022")]
+        # What the user asked for (plan: stock), or plan: auto has chosen, is no fallback.
+        stock = [g for g in self.groups if g.verdict.code not in (OK, "TIDE-F022", "TIDE-F026")]
         if not stock:
             return
         words = "; ".join(f"{g.name}: {g.verdict}" for g in stock[:8])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tide_strategies import _native
 from tide_strategies.collectives.schedule import SELF, Schedule, Space
+from tide_strategies.runtime import autopsy
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.encode import Encoded, encode
@@ -92,6 +93,21 @@ class Engine:
             peer_call=f"call {outcome.peer_seq}: {self.book.label(outcome.peer_tag)}",
             timeout_s=self.timeout_s,
             aborted=self.arena.native.aborted(),
+        )
+        wait = {
+            "call": label,
+            "counter": self.book.counter_name(outcome.counter),
+            "writer": outcome.writer,
+            "expected": outcome.expected,
+            "seen": outcome.seen,
+            "peer_call": self.book.label(outcome.peer_tag) if outcome.peer_seq >= 0 else "",
+        }
+        autopsy.record(
+            rank=self.rank,
+            pids=self.arena.host_pids,
+            kind=outcome.status,
+            message=str(error),
+            waits=[wait] if outcome.op >= 0 and outcome.writer >= 0 else [],
         )
         self.arena.native.abort(ABORT_FAILURE, str(error).encode()[:400])
         raise error

@@ -19,7 +19,7 @@ from tide_strategies.fsdp2 import apply_tide
 
 _LR = 1e-4
 #: A fallback is no measurement; and a wait that lasts is told before the job's limit ends it.
-_OPTIONS = {"strict": True, "timeout_s": 100.0}
+_OPTIONS = {"plan": "tide", "strict": True, "timeout_s": 100.0}
 #: Variants in the order of the table.
 VARIANTS = ("compute only", "stock FSDP2", "FSDP2+SymmMem", "TIDE in-place", "TIDE slot-reuse")
 COMPUTE, STOCK, SYMM_MEM, IN_PLACE, SLOT_REUSE = VARIANTS

@@ -17,6 +17,7 @@ from typing import Any
 
 from tide_strategies._native import cuda
 from tide_strategies.errors import TideMismatchError, TidePeerError, TideTimeoutError
+from tide_strategies.runtime import autopsy
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
 
@@ -104,12 +105,37 @@ class Watchdog:
 
     def _stop(self, failure: Failure) -> None:
         self._failure = failure
+        self._record(failure)
         self._host.abort(_ABORT_FAILURE, str(failure))
         self._control.release()
         print(f"tide_strategies: {failure}", file=sys.stderr, flush=True)
         # The main thread may be in a loop that makes no further call of ours: raise there too. It gets the class
         # only; the words are on stderr and in every later call.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main or 0), ctypes.py_object(type(failure)))
+
+    def _record(self, failure: Failure) -> None:
+        try:
+            waits = [
+                {
+                    "call": self._book.label(wait["tag"]),
+                    "counter": self._book.counter_name(wait["counter"]),
+                    "writer": wait["writer"],
+                    "expected": wait["expected"],
+                    "seen": wait["seen"] or 0,
+                    "peer_call": "",
+                }
+                for wait in self._control.overdue(0.0)
+            ]
+        except Exception:  # the device may be what failed
+            waits = []
+        pids, kind = self._host.host_pids, "aborted" if self._host.aborted() is not None else _kind(failure)
+        autopsy.record(rank=self._rank, pids=pids, kind=kind, message=str(failure), waits=waits)
+
+
+def _kind(failure: Failure) -> str:
+    if isinstance(failure, TideTimeoutError):
+        return "timeout"
+    return "mismatch" if isinstance(failure, TideMismatchError) else "peer_dead"
 
 
 def _process_fd(pid: int) -> int:

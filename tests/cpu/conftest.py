@@ -1,0 +1,17 @@
+"""Tests here mean TIDE unless they say otherwise: what plan: auto chooses depends on the machine."""
+
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plan_tide() -> Iterator[None]:
+    """For this process and all that it starts."""
+    if "TIDE_PLAN" in os.environ:
+        yield
+        return
+    with mock.patch.dict(os.environ, {"TIDE_PLAN": "tide"}):
+        yield

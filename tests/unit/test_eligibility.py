@@ -1,0 +1,118 @@
+"""Verdicts of real FSDP2 groups, built on the meta device over ranks that do not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tide_strategies.cli.offline import imagined_job
+from tide_strategies.config import TideConfig
+from tide_strategies.errors import TideError
+from tide_strategies.fsdp2 import access
+from tide_strategies.fsdp2.describe import lazy_init_on_meta
+from tide_strategies.fsdp2.eligibility import group_verdict
+from tide_strategies.fsdp2.param_group import TideParamGroup
+
+
+@pytest.fixture(autouse=True)
+def job() -> Iterator[None]:
+    with imagined_job(16):
+        yield
+
+
+def verdicts(change: Callable[[Any], None] = lambda model: None, parameters: int = 2, **options: Any) -> list[str]:
+    """Codes of a model of two blocks with ``parameters`` vectors each; ``change`` is applied after fully_shard."""
+    with torch.device("meta"):
+        blocks = [nn.ParameterList([nn.Parameter(torch.empty(32)) for _ in range(parameters)]) for _ in range(2)]
+        model = nn.ModuleList(nn.Sequential() for _ in blocks)
+        for block, params in zip(model, blocks, strict=True):
+            block.weights = params
+    mesh = init_device_mesh("cpu", (16,))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+        change(block)
+    groups = [g for root in model for g in access.param_groups(root)]
+    for root in model:
+        lazy_init_on_meta(root)
+    return [group_verdict(g, TideConfig.from_any(options)).code for g in groups]
+
+
+def as_gpu(groups: list[Any]) -> Any:
+    return mock.patch.multiple(groups[0], device=torch.device("cuda"))
+
+
+def test_many_parameters_are_no_obstacle_on_cpu_ranks() -> None:
+    assert verdicts(parameters=300) == ["TIDE-OK", "TIDE-OK"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "frozen", "capturing", "code"),
+    [
+        (256, 0, False, "TIDE-OK"),
+        (257, 0, False, "TIDE-F017"),
+        (300, 44, False, "TIDE-OK"),
+        (2, 0, True, "TIDE-F018"),
+    ],
+)
+def test_what_a_gpu_cannot_sum_or_capture(parameters: int, frozen: int, capturing: bool, code: str) -> None:
+    """Only the device's name is made up: the verdict reads no other property of a GPU after the capability check."""
+
+    def freeze(block: Any) -> None:
+        for p in list(block.parameters())[:frozen]:
+            p.requires_grad_(False)
+        for group in access.param_groups(block):
+            group.device = torch.device("cuda")
+
+    with (
+        mock.patch("tide_strategies.fsdp2.eligibility._device_verdict", return_value=None),
+        mock.patch("torch.cuda.is_current_stream_capturing", return_value=capturing),
+    ):
+        assert verdicts(freeze, parameters) == [code, code]
+
+
+def test_a_capture_that_begins_later_is_refused() -> None:
+    group = SimpleNamespace(
+        device=torch.device("cuda"),
+        _all_gather_result=None,
+        is_unsharded=False,
+        unshard_in_backward=True,
+        _training_state=None,
+        _module_fqn="blocks.0",
+        fsdp_params=[],
+    )
+    with (
+        mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
+        pytest.raises(TideError, match=r"TIDE-F018 a CUDA graph is being captured in 'blocks.0'; capture what"),
+    ):
+        TideParamGroup.unshard(group)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "setter",
+    [
+        lambda block: block.set_allocate_memory_from_process_group_for_comm(True),
+        lambda block: [g.set_symm_mem("NCCL") for g in access.param_groups(block)],
+    ],
+    ids=["allocator of the process group", "symmetric memory"],
+)
+def test_memory_that_the_user_chose_for_stock_collectives_is_never_overruled(setter: Callable[[Any], None]) -> None:
+    def change(block: Any) -> None:
+        if not hasattr(access.param_groups(block)[0], "set_symm_mem"):
+            pytest.skip("this torch has no symmetric memory for FSDP2")
+        setter(block)
+
+    with mock.patch("torch.distributed._symmetric_memory.set_backend"):  # a torch for CPUs has none
+        codes = verdicts(change)
+    assert codes == ["TIDE-F002", "TIDE-F002"]
+
+
+def test_a_plan_for_single_groups_decides() -> None:
+    assert verdicts(plan={"default": "stock"}) == ["TIDE-F022", "TIDE-F022"]

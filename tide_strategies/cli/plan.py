@@ -1,0 +1,302 @@
+"""``tide plan``: what a job would run, what it would hold and how long its collectives would take; no GPU needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tide_strategies.cli.tables import gib, table, wrapped
+from tide_strategies.collectives.reduce_scatter import PIECE_ALIGNMENT
+from tide_strategies.config import parse_topology
+from tide_strategies.errors import TideConfigError
+from tide_strategies.layout import align
+from tide_strategies.planner import architectures, calibrate, memory, predict
+from tide_strategies.planner.groups import Group, Model
+from tide_strategies.planner.rates import NAMED, Rates
+from tide_strategies.planner.sizing import rounds_of, solve
+from tide_strategies.runtime.calls import CallBook
+from tide_strategies.runtime.cuda.group import auto_chunk_bytes, auto_sum_ctas
+from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, needed_memory
+from tide_strategies.topology import Topology
+
+_ABOUT = f"""\
+MODEL is a preset ({", ".join(architectures.PRESETS)}), a Hugging Face config.json or the folder that
+holds one, or a Python path (package.module:function, where the function returns the model; needs torch and runs that
+function on the meta device). Examples:
+
+  tide plan llama-3.1-70b --nodes 8 --gpus 8
+  tide plan ./my-model/config.json --nodes 1 --gpus 8 --rates h200-pair --json
+  tide plan my_project.model:build --nodes 1 --gpus 2 --device cpu
+
+On one node, memory is what this version's runtime allocates, to the byte, and times come from replaying the schedules
+that run. Across nodes, memory is the paper's closed form (section 5.4), and beyond 64 ranks times come from a stage
+model (docs/simulator.md). Times are of collectives by themselves, at the given rates.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``tide plan``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _ABOUT
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="preset, config.json, or package.module:function")
+    add("--nodes", type=_positive, default=1, help="nodes (default: 1)")
+    add("--gpus", type=_positive, default=8, help="GPUs (or processes) of one node (default: 8)")
+    add("--topology", help="both at once, as in 8x8")
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="what the ranks run on (default: cuda)")
+    add("--mode", choices=["in_place", "slot_reuse"], default="in_place", help="reduce_scatter.mode")
+    add("--slots", type=_positive, default=2, help="all_gather.slots (default: 2)")
+    add(
+        "--precision",
+        choices=["bf16-mixed", "bf16-true", "32-true"],
+        default="bf16-mixed",
+        help="gathered and stored items: bf16 and fp32, bf16 and bf16, fp32 and fp32 (default: bf16-mixed)",
+    )
+    add(
+        "--wrap",
+        choices=["vocab", "blocks"],
+        default="vocab",
+        help="presets and configs: embedding and head as groups of their own, or left to the root (default: vocab)",
+    )
+    add(
+        "--rates",
+        help=f"{', '.join(NAMED)}, calibrated (this machine's latest plan: auto), or a file of rates "
+        "(default: paper, on CPUs cpu-pair)",
+    )
+    add("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan and print."""
+    stated = parse_topology(arguments.topology) if arguments.topology else None
+    topology = Topology(stated.nodes, stated.gpus_per_node) if stated else Topology(arguments.nodes, arguments.gpus)
+    model = load_model(arguments.model, topology.ranks, arguments.precision, arguments.wrap)
+    rates = load_rates(arguments.rates, arguments.device)
+    plan = make_plan(model, topology, rates, arguments)
+    print(json.dumps(plan, indent=1) if arguments.json else _words(plan))
+    return 0
+
+
+def load_rates(text: str | None, device: str) -> Rates:
+    """Rates by name or from a file; None for the device's default.
+
+    Raises:
+        TideConfigError: neither.
+    """
+    if text is None:
+        return NAMED["cpu-pair" if device == "cpu" else "paper"]
+    if text in NAMED:
+        return NAMED[text]
+    if text == "calibrated":
+        where = calibrate.folder("auto")
+        if where is None:
+            raise TideConfigError("--rates calibrated: this user has no home to keep calibrations in")
+        try:
+            return calibrate.fitted(*calibrate.newest(where, device), load_rates(None, device))
+        except ValueError as e:
+            raise TideConfigError(f"--rates calibrated: {e}; train with plan: auto first") from None
+    try:
+        return Rates.from_dict(json.loads(Path(text).read_bytes()))
+    except (OSError, ValueError, RecursionError) as e:
+        raise TideConfigError(
+            f"--rates is {', '.join(NAMED)}, calibrated, or a JSON file of rates; {text!r} cannot be read as one "
+            f"({type(e).__name__}: {e})"
+        ) from None
+
+
+def load_model(text: str, ranks: int, precision: str, wrap: Any) -> Model:
+    """The model that MODEL names; torch is imported for a Python path only."""
+    itemsize, master = {"bf16-mixed": (2, 4), "bf16-true": (2, 2), "32-true": (4, 4)}[precision]
+    if Path(text).exists():
+        return architectures.from_file(Path(text), itemsize=itemsize, master_itemsize=master, wrap=wrap)
+    if ":" in text:
+        from tide_strategies.cli.offline import planned
+
+        print(f"building {text} on the meta device ...", file=sys.stderr, flush=True)
+        return planned(text, ranks, precision)
+    return architectures.preset(text, itemsize=itemsize, master_itemsize=master, wrap=wrap)
+
+
+def make_plan(model: Model, topology: Topology, rates: Rates, options: argparse.Namespace) -> dict[str, Any]:
+    """Everything that is printed, as plain values: bytes, seconds, numbers."""
+    itemsize = 4 if options.precision == "32-true" else 2
+    output = 4 * max(g.layout(topology.ranks).output_items for g in model.groups)
+    kinds = _kinds(model, topology, rates, options.device)
+    largest = solve(rates, topology, max(output, 1))
+    arena, method = _arena(model, topology, largest.round_width, options)
+    forecast = memory.step(model, topology, arena, mode=options.mode, itemsize=itemsize)
+    depth = 0
+    if topology.nodes > 1:
+        plan = rounds_of(topology.nodes, largest.round_width, topology.local_ranks, options.mode)
+        depth = plan.outbox_blocks()
+    return {
+        "model": {
+            "name": model.name,
+            "parameters": model.parameters,
+            "active_share": model.active_share,
+            "groups": len(model.groups),
+        },
+        "topology": {"nodes": topology.nodes, "local_ranks": topology.local_ranks, "ranks": topology.ranks},
+        "rates": rates.to_dict(),
+        "plan": {"mode": options.mode, "outbox_blocks": depth, **asdict(largest), "sum_ctas": kinds[0]["sum_ctas"]},
+        "arena": {"bytes": arena, "total": sum(arena.values()), "method": method},
+        "memory": {k: v for k, v in asdict(forecast).items() if k != "arena"},
+        "groups": kinds,
+        "step": {
+            "all_gather_s": sum(k["all_gather_s"] * k["groups"] * (2 if k["resharded"] else 1) for k in kinds),
+            "reduce_scatter_s": sum(k["reduce_scatter_s"] * k["groups"] for k in kinds),
+        },
+    }
+
+
+def _chunk_bytes(model: Model, ranks: int, device: str) -> int:
+    """What ``reduce_scatter.chunk_bytes: auto`` is for this model."""
+    if device == "cpu":
+        return AUTO_CHUNK_BYTES
+    layouts = [g.layout(ranks) for g in model.groups]
+    return auto_chunk_bytes(max(sum(x.shard_bytes(p) for p in range(len(x.params))) for x in layouts))
+
+
+def arena_of_cpu_ranks(
+    groups: Sequence[Group], topology: Topology, *, chunk_bytes: int, ring: memory.Ring
+) -> dict[str, int]:
+    """Bytes of shared memory by part that CPU ranks of one host will share, by the runtime's own counts."""
+    chunk_bytes = align(chunk_bytes, 2 * PIECE_ALIGNMENT)  # as fsdp2/connect.py
+    return memory.arena_on_cpu(
+        groups,
+        topology,
+        counters=CallBook(topology, len(groups) + ring.slots).counters,
+        reserved=needed_memory((g.layout(topology.ranks) for g in groups), topology, 0, chunk_bytes),
+        ring=ring,
+    )
+
+
+def _arena(model: Model, topology: Topology, width: int, options: argparse.Namespace) -> tuple[dict[str, int], str]:
+    groups, ranks, ring = model.groups, topology.ranks, memory.Ring(slots=options.slots)
+    if ranks == 1:
+        return {}, "one rank has nobody to communicate with"
+    chunk_bytes = _chunk_bytes(model, ranks, options.device)
+    if options.device == "cpu":
+        parts = arena_of_cpu_ranks(groups, topology, chunk_bytes=chunk_bytes, ring=ring)
+        return parts, "exact, shared by all ranks of one host"
+    if topology.nodes > 1:
+        parts = memory.arena_across_nodes(groups, topology, mode=options.mode, round_width=width, ring=ring)
+        return parts, "closed form (paper, section 5.4), on each GPU"
+    counters = CallBook(topology, len(groups) + ring.slots).counters
+    parts = memory.arena_on_gpu(groups, ranks, counters=counters, chunk_bytes=chunk_bytes, ring=ring)
+    return parts, "exact, on each GPU"
+
+
+def _kinds(model: Model, topology: Topology, rates: Rates, device: str) -> list[dict[str, Any]]:
+    """Groups of equal shapes together, with sizes and predicted times."""
+    chunk_bytes = _chunk_bytes(model, topology.ranks, device)
+    kinds: dict[Any, dict[str, Any]] = {}
+    for group in model.groups:
+        key = (group.params, group.resharded)
+        if key in kinds:
+            kinds[key]["groups"] += 1
+            continue
+        layout = group.layout(topology.ranks)
+        if topology.nodes > 1:
+            print(f"simulating the collectives of {group.name} ...", file=sys.stderr, flush=True)
+        times = predict.group_times(
+            rates,
+            layout,
+            topology,
+            one_memory=device == "cpu",
+            chunk_bytes=chunk_bytes,
+            sum_ctas=auto_sum_ctas(topology.ranks),
+        )
+        kinds[key] = {
+            "first": group.name,
+            "groups": 1,
+            "resharded": group.resharded,
+            "parameters": len(group.params),
+            "unsharded_bytes": layout.landing_bytes,
+            "output_bytes": 4 * layout.output_items,
+            "all_gather_s": times.all_gather_s,
+            "reduce_scatter_s": times.reduce_scatter_s,
+            "method": times.method,
+            "sum_ctas": times.sizing.sum_ctas,
+        }
+    return list(kinds.values())
+
+
+def _words(plan: dict[str, Any]) -> str:
+    model, topology, memo, step = plan["model"], plan["topology"], plan["memory"], plan["step"]
+    active = f" ({model['active_share']:.0%} of them used by a token)" if model["active_share"] < 1 else ""
+    lines = [
+        f"{model['name']}: {_count(model['parameters'])} parameters{active} in {model['groups']} groups",
+        f"{topology['nodes']} x {topology['local_ranks']} = {topology['ranks']} ranks; rates: {plan['rates']['name']}",
+        "",
+        *_plan_lines(plan),
+        "",
+        f"Arena: {gib(plan['arena']['total'])} ({plan['arena']['method']})",
+        table(["part", "bytes", "size"], [(k, v, gib(v)) for k, v in plan["arena"]["bytes"].items()]),
+        "",
+        "Memory of one rank during a step, activations apart",
+        _comparison(memo, plan["plan"]["mode"]),
+        "",
+        "Collectives by themselves, predicted",
+        table(["groups", "first", "unsharded", "all-gather ms", "reduce-scatter ms", "by"], _rows(plan["groups"])),
+        wrapped(
+            f"In a step, if nothing overlapped: {step['all_gather_s'] * 1e3:.1f} ms of all-gathers (twice where a "
+            f"group reshards) and {step['reduce_scatter_s'] * 1e3:.1f} ms of reduce-scatters."
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _plan_lines(plan: dict[str, Any]) -> Iterable[str]:
+    p = plan["plan"]
+    yield f"Plan for the largest group ({p['mode']})"
+    if plan["topology"]["nodes"] == 1:
+        yield f"  {p['sum_ctas']} thread blocks sum; one node has no rounds and no landings"
+        return
+    yield (
+        f"  {p['waves']} wave(s) in {p['rounds']} round(s) of up to {p['round_width']} transfers; "
+        f"{p['sum_ctas']} thread blocks sum, {p['landing_ctas']} land;"
+    )
+    yield f"  {p['outbox_blocks']} outbox blocks a bank; {p['wire_s'] * 1e3:.2f} ms on the wire"
+
+
+def _comparison(memo: dict[str, int], mode: str) -> str:
+    private = f"of which {gib(memo['symmetric_private'])} can hold nothing else"
+    beside = "arena and the previous group's gradients" if mode == "in_place" else "arena"
+    rows = [
+        ("states (all three)", gib(memo["states"]), "stored parameters, fp32 gradients, two fp32 moments; sharded"),
+        ("TIDE", gib(memo["tide"]), beside),
+        ("stock FSDP2", gib(memo["stock"]), "parameters, next all-gather's output, packed fp32 gradients"),
+        ("FSDP2+SymmMem", gib(memo["symmetric"]), f"the same, {private}"),
+    ]
+    return table(["held", "size", "what"], rows)
+
+
+def _rows(kinds: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [
+        (
+            k["groups"],
+            k["first"],
+            gib(k["unsharded_bytes"]),
+            k["all_gather_s"] * 1e3,
+            k["reduce_scatter_s"] * 1e3,
+            k["method"],
+        )
+        for k in kinds
+    ]
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 1e8 else f"{number / 1e6:.2f} million"
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
+    return value

@@ -1,0 +1,116 @@
+"""``tide timeline``: a collective's schedule in time, predicted by the simulator or taken from a profile."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tide_strategies.cli.plan import load_rates
+from tide_strategies.config import parse_topology
+from tide_strategies.errors import TideConfigError
+from tide_strategies.planner import predict, stages, timeline
+from tide_strategies.planner.replay import Machine, Span
+from tide_strategies.planner.sizing import solve
+from tide_strategies.topology import Topology
+
+_ABOUT = """\
+The schedules that executors run are replayed, operation by operation; beyond 64 ranks on several nodes it is the stage
+model (docs/simulator.md). In the terminal, # is work and . is waiting. --trace opens in https://ui.perfetto.dev or
+chrome://tracing. With --from, the picture is of what a torch profiler trace (export_chrome_trace) measured. Examples:
+
+  tide timeline reduce-scatter --topology 1x4 --mib 32 --rates h200-pair
+  tide timeline all-gather --topology 8x8 --mib 128 --svg ag.svg --trace ag.json
+  tide timeline --from profile.json --svg measured.svg
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``tide timeline``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _ABOUT
+    add = parser.add_argument
+    add("collective", nargs="?", choices=["all-gather", "reduce-scatter"], default="reduce-scatter")
+    add("--topology", default="1x2", help="nodes x ranks of a node (default: 1x2)")
+    add("--mib", type=float, default=32.0, help="MiB of bf16 shard or fp32 output on each rank (default: 32)")
+    add("--params", type=int, default=30, help="parameters of the group (default: 30)")
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="what the ranks run on (default: cuda)")
+    add("--rates", help="as of tide plan")
+    add("--seed", type=int, default=0, help="seed of the delays (default: 0)")
+    add("--delay-us", type=float, default=0.0, help="delay every operation and signal by up to this (replays)")
+    add("--from", dest="profile", type=Path, metavar="FILE", help="draw the TIDE ranges of a torch profiler trace")
+    add("--svg", type=Path, metavar="FILE", help="write a picture")
+    add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
+    add("--json", action="store_true", help="print the trace instead of a picture")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate or read, then draw."""
+    spans: Sequence[Span]
+    if arguments.profile is not None:
+        spans, title = _measured(arguments.profile), f"TIDE in {arguments.profile}"
+    else:
+        spans, title = _predicted(arguments)
+    trace = timeline.to_json(timeline.chrome_trace(spans))
+    try:
+        if arguments.svg is not None:
+            arguments.svg.write_text(timeline.svg(spans, title))
+        if arguments.trace is not None:
+            arguments.trace.write_text(trace)
+    except OSError as e:
+        raise TideConfigError(f"cannot write: {e}") from None
+    if arguments.json:
+        print(trace, end="")
+        return 0
+    print(title)
+    print(timeline.text(spans))
+    for file in (arguments.svg, arguments.trace):
+        if file is not None:
+            print(f"written to {file}")
+    return 0
+
+
+def _measured(file: Path) -> list[Span]:
+    try:
+        data = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as e:
+        raise TideConfigError(f"cannot read a trace from {file}: {type(e).__name__}: {e}") from None
+    return timeline.spans_of_profile(data)
+
+
+def _predicted(arguments: argparse.Namespace) -> tuple[Sequence[Span], str]:
+    stated = parse_topology(arguments.topology)
+    topology = Topology(stated.nodes, stated.gpus_per_node)
+    if not 0 < arguments.mib <= 2**20 or not 1 <= arguments.params <= 10_000 or not 0 <= arguments.delay_us < 1e9:
+        raise TideConfigError("--mib, --params and --delay-us must be positive numbers of a sensible size")
+    rates, nbytes = load_rates(arguments.rates, arguments.device), int(arguments.mib * 2**20)
+    sizing = solve(rates, topology, nbytes)
+    gather = arguments.collective == "all-gather"
+    if topology.nodes > 1 and topology.ranks <= predict.MOST_REPLAYED:
+        machine = Machine(rates=rates, topology=topology, sum_ctas=sizing.sum_ctas, landing_ctas=sizing.landing_ctas)
+        layout = predict.even_layout(topology.ranks, nbytes // (2 if gather else 4), arguments.params)
+        delays = {"seed": arguments.seed, "delay_s": arguments.delay_us / 1e6}
+        found = (
+            predict.nodes_all_gather(machine, layout, **delays)
+            if gather
+            else predict.nodes_reduce_scatter(machine, layout, round_width=sizing.round_width, **delays)
+        )
+        spans, seconds, how = found.spans, found.seconds, "replay"
+    elif topology.nodes > 1:
+        timed = (
+            stages.all_gather(rates, topology, nbytes)
+            if gather
+            else stages.reduce_scatter(rates, topology, nbytes, sizing)
+        )
+        spans, seconds, how = timed.spans, timed.seconds, "stage model, one rank for each node"
+    else:
+        cpu = arguments.device == "cpu"
+        machine = Machine(rates=rates, topology=topology, sum_ctas=1 if cpu else sizing.sum_ctas, one_memory=cpu)
+        layout = predict.even_layout(topology.ranks, nbytes // (2 if gather else 4), arguments.params)
+        replayed = (predict.one_node_all_gather if gather else predict.one_node_reduce_scatter)(
+            machine, layout, seed=arguments.seed, delay_s=arguments.delay_us / 1e6
+        )
+        spans, seconds, how = replayed.spans, replayed.seconds, "replay"
+    words = f"{arguments.collective} of {arguments.mib:g} MiB on {topology} ranks, rates of {rates.name}"
+    return spans, f"{words}: {seconds * 1e3:.3f} ms ({how})"

@@ -1,0 +1,269 @@
+"""Measure both paths of each parameter group before the first step, on the ranks and memory that will run it.
+
+Both run as they will in training: ours through the group's own path, stock's as FSDP2 does it (pack, gather, copy out;
+pack with upcast, reduce-scatter). Every number is the slowest rank's, so all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tide_strategies.config import TideConfig
+from tide_strategies.fsdp2.access import unsharded_dtype
+from tide_strategies.fsdp2.connect import Member
+from tide_strategies.fsdp2.eligibility import REDUCIBLE
+from tide_strategies.planner import calibrate as plans
+from tide_strategies.runtime.exchange import Exchange, exchange_json, process_group_exchange
+from tide_strategies.runtime.group import Tally
+
+_log = logging.getLogger("tide_strategies")
+
+#: Timed calls of each collective at first, and at most; a lead larger than this factor needs no more than the first.
+_FIRST, _MOST, _CLEAR = 3, 12, 1.25
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What is known of a group's two paths, alike on all ranks of its process group.
+
+    Args:
+        times: of both.
+        source: "measured", "cache", or "estimated" from other sizes where the budget did not reach this one.
+        gathers: all-gathers in a step.
+    """
+
+    times: plans.Measured
+    source: str
+    gathers: int
+
+    @property
+    def ours(self) -> bool:
+        """Whether TIDE is not slower."""
+        return self.times.gain(self.gathers) >= 0
+
+    def words(self) -> str:
+        """Milliseconds a step of the two."""
+        tide, stock = (t.per_step(self.gathers) * 1e3 for t in (self.times.tide, self.times.stock))
+        return f"{tide:.3f} ms a step with TIDE, {stock:.3f} ms with stock ({self.source})"
+
+
+def calibrate(ranks: dist.ProcessGroup, members: Sequence[Member], config: TideConfig) -> list[Calibrated | None]:
+    """Time both paths of connected groups, within ``calibration.budget_s``; None where stock cannot be timed.
+
+    Collective. Calls leave no trace in the groups' tallies. At least one geometry is measured, whatever the budget.
+    """
+    exchange = process_group_exchange(ranks, config.timeout_s, "the calibration of collectives")
+    keys = [plans.geometry(m.layout, *_details(m.group)) for m in members]
+    facts = _facts(ranks, members[0].group.device, config)
+    where = plans.folder(config.calibration.cache)
+    known = _known(exchange, ranks.rank(), facts, where)
+    todo: dict[str, Member] = {}  # one group of each kind, the largest kinds first
+    for key, member in sorted(zip(keys, members, strict=True), key=lambda pair: -_shard_bytes(pair[1])):
+        if key not in known:
+            todo.setdefault(key, member)
+    fresh: plans.Table = {}
+    start = time.perf_counter()
+    if todo and ranks.rank() == 0:
+        _log.info("TIDE: timing %d kinds of parameter groups (at most %g s)", len(todo), config.calibration.budget_s)
+    try:
+        for number, (key, member) in enumerate(todo.items()):
+            left = config.calibration.budget_s - exchange_json(exchange, time.perf_counter() - start)[0]
+            if fresh and left <= 0:
+                break
+            measured = _measure(exchange, ranks, member, left / (len(todo) - number))
+            if measured is None:
+                return [None] * len(members)
+            fresh[key] = measured
+    finally:
+        _forget_calls(members)
+        if todo and members[0].group.device.type == "cuda":
+            torch.cuda.empty_cache()  # the model's first step finds the memory as if nothing had been measured
+    if fresh and where is not None and ranks.rank() == 0:
+        problem = plans.store(where, facts, {**known, **fresh})
+        if problem:
+            _log.warning("TIDE: the calibration could not be kept (%s)", problem)
+    return [_result(key, member, known, fresh) for key, member in zip(keys, members, strict=True)]
+
+
+def _result(key: str, member: Member, known: plans.Table, fresh: plans.Table) -> Calibrated | None:
+    gathers = 2 if member.group._reshard_after_forward else 1
+    if key in fresh or key in known:
+        source = "measured" if key in fresh else "cache"
+        return Calibrated(fresh.get(key) or known[key], source, gathers)
+    found = plans.estimate({**known, **fresh}, _shard_bytes(member))
+    return None if found is None else Calibrated(found, "estimated", gathers)
+
+
+def _known(exchange: Exchange, rank: int, facts: dict[str, str], where: Any) -> plans.Table:
+    """What rank 0 has under these facts, if all ranks have the same facts."""
+    table: plans.Table = {}
+    if rank == 0 and where is not None:
+        table, problem = plans.load(where, facts)
+        if problem:
+            _log.warning("TIDE: what was calibrated before is not used (%s)", problem)
+    own = {"facts": facts, "groups": plans.plain(table)}
+    stated = exchange_json(exchange, own)
+    if any(s.get("facts") != stated[0].get("facts") for s in stated):
+        return {}
+    return {key: plans.measured(entry) for key, entry in stated[0]["groups"].items()}
+
+
+def _facts(ranks: dist.ProcessGroup, device: torch.device, config: TideConfig) -> dict[str, str]:
+    """Everything that the times depend on and that can change between two jobs."""
+    facts = {
+        "package": metadata.version("tide-strategies"),
+        "torch": str(torch.__version__),
+        "device": device.type,
+        "ranks": str(ranks.size()),
+        "backend": str(dist.get_backend(ranks)),
+        "topology": str(config.topology),
+        "all_gather": str(config.all_gather),
+        "reduce_scatter": str(config.reduce_scatter),
+        "threads": str(torch.get_num_threads()),
+        "processors": f"{_processor()} x {len(os.sched_getaffinity(0))}",
+    }
+    if device.type == "cuda":
+        index = torch.cuda.current_device()
+        from tide_strategies._native import cuda
+
+        facts["gpu"] = f"{torch.cuda.get_device_name(index)} x {torch.cuda.device_count()}"
+        facts["driver"] = str(cuda.probe()["driver_version"])
+        facts["nccl"] = str(torch.cuda.nccl.version())
+    return facts
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "unknown")
+    except OSError:
+        return "unknown"
+
+
+def _details(group: Any) -> list[object]:
+    """What a group's times depend on beside its sizes."""
+    return [
+        *(
+            f"{p._sharded_param_data.dtype} {unsharded_dtype(p)} {p.sharded_param.requires_grad}"
+            for p in group.fsdp_params
+        ),
+        getattr(group, "_reduce_dtype", None),
+    ]
+
+
+def _shard_bytes(member: Member) -> int:
+    return sum(member.layout.shard_bytes(p) for p in range(len(member.layout.params)))
+
+
+def _forget_calls(members: Sequence[Member]) -> None:
+    for member in members:
+        assert member.binding is not None
+        for tally in (member.binding.all_gathers, member.binding.reduce_scatters):
+            vars(tally).update(vars(Tally()))
+
+
+def _measure(exchange: Exchange, ranks: dist.ProcessGroup, member: Member, budget_s: float) -> plans.Measured | None:
+    """Time one group's collectives on both paths, in turns. None, on all ranks, if stock's cannot run here."""
+    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, about names that all its supported versions have
+        calls = _calls(ranks, member)
+        start, error = time.perf_counter(), ""
+        try:
+            for call in calls:  # kernels are compiled, buffers found, pages touched
+                _timed(exchange, member.group.device, call)
+        except (RuntimeError, ValueError, TypeError) as e:
+            if type(e).__module__.startswith("tide_strategies"):
+                raise
+            error = f"{type(e).__name__}: {e}"
+        if any(exchange_json(exchange, error)):
+            _log.info("TIDE: stock collectives cannot be timed here (%s)", error)
+            return None
+        samples: list[list[float]] = [[] for _ in calls]
+        while True:
+            for _ in range(_FIRST):
+                for call, times in zip(calls, samples, strict=True):
+                    times.append(_timed(exchange, member.group.device, call))
+            stated = exchange_json(exchange, [samples, time.perf_counter() - start])
+            medians = [_median_of_slowest([s[0][i] for s in stated]) for i in range(len(calls))]
+            tide, stock = plans.Timing(medians[0], medians[1]), plans.Timing(medians[2], medians[3])
+            clear = not 1 / _CLEAR < tide.per_step(2) / max(stock.per_step(2), 1e-9) < _CLEAR
+            if clear or len(samples[0]) >= _MOST or stated[0][1] > budget_s:
+                items = sum(member.layout.shard_items(p) for p in range(len(member.layout.params)))
+                return plans.Measured(tide, stock, _shard_bytes(member), items)
+
+
+def _median_of_slowest(by_rank: Sequence[Sequence[float]]) -> float:
+    return statistics.median(max(times) for times in zip(*by_rank, strict=True))
+
+
+def _timed(exchange: Exchange, device: torch.device, call: Callable[[], None]) -> float:
+    exchange(b"")  # all ranks begin together
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _calls(ranks: dist.ProcessGroup, member: Member) -> list[Callable[[], None]]:
+    """Our all-gather and reduce-scatter, then stock's."""
+    group, layout, binding = member.group, member.layout, member.binding
+    assert binding is not None
+    assert binding.path is not None
+    path, params, world, device = binding.path, group.fsdp_params, ranks.size(), group.device
+    shards = [p._sharded_param_data for p in params]
+    trained = tuple(i for i, p in enumerate(params) if p.sharded_param.requires_grad)
+    dtypes = {unsharded_dtype(params[i]) for i in trained}
+    grads: list[torch.Tensor] = []
+    if len(dtypes) == 1 and dtypes <= REDUCIBLE.keys():
+        dtype = next(iter(dtypes))
+        grads = [torch.zeros(params[i]._orig_size, dtype=dtype, device=device) for i in trained]
+    reduce_dtype = getattr(group, "_reduce_dtype", None) or (grads[0].dtype if grads else None)
+    items = sum(layout.shard_items(i) for i in trained)
+
+    def our_gather() -> None:
+        path.all_gather(group, shards, None)
+        path.wait()
+        path.vacate()
+
+    def our_reduction() -> None:
+        if grads:
+            output = torch.empty(items, dtype=reduce_dtype, device=device)
+            path.reduce_scatter(trained, grads, output, float(world))
+
+    def stock_gather() -> None:
+        sizes = [layout.shard_bytes(i) for i in range(len(params))]
+        packed = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        places = [
+            b.view(unsharded_dtype(p)) if n else b.view(torch.uint8)
+            for b, n, p in zip(packed.split(sizes), sizes, params, strict=True)
+        ]
+        torch._foreach_copy_(
+            [v for v, n in zip(places, sizes, strict=True) if n], [s for s, n in zip(shards, sizes, strict=True) if n]
+        )
+        gathered = torch.empty(world * sum(sizes), dtype=torch.uint8, device=device)
+        dist.all_gather_into_tensor(gathered, packed, group=ranks)
+        out = [torch.empty(world, n, dtype=torch.uint8, device=device) for n in sizes]
+        torch.split_with_sizes_copy(gathered.view(world, -1), sizes, dim=1, out=out)
+
+    def stock_reduction() -> None:
+        if grads:
+            packed = torch.empty(world * items, dtype=reduce_dtype, device=device)
+            output = torch.empty(items, dtype=reduce_dtype, device=device)
+            torch._chunk_cat(grads, dim=0, num_chunks=world, out=packed.view(world, -1))
+            dist.reduce_scatter_tensor(output, packed, op=dist.ReduceOp.SUM, group=ranks)
+
+    return [our_gather, our_reduction, stock_gather, stock_reduction]

@@ -1,0 +1,163 @@
+"""How fast a machine moves, sums and signals: the numbers that plans and predictions are made of.
+
+Bytes per second and seconds throughout (1 GB = 1e9 bytes). ``PAPER`` is the paper's evaluation platform, ``H200_PAIR``
+two H200 of one host, and calibration (``planner/calibrate.py``) measures the machine at hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from tide_strategies.errors import TideConfigError
+
+GB = 1e9
+#: The paper quotes 2.2 to 4 times, depending on the clock (section 2.4).
+PULL_TAX = 2.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Sustained rates of one rank (a GPU, or a process) and its links.
+
+    Args:
+        name: where the numbers come from, for people. push: bytes/s of a rank's copies to peers of its node, all
+        together (copy engines; a CPU process copies itself). intake: bytes/s that a rank can take in from its peers.
+        multicast: whether one copy reaches every rank of the node (NVSwitch, or one landing that all map). local:
+        bytes/s of copies within a rank's own memory. memory: bytes/s of a rank's memory, reads and writes together.
+        pull_tax: memory traffic that a byte read by a peer counts as, where a byte written by one counts as 1 (section
+        2.4). sum_per_cta: bytes/s, read plus write, of one thread block that sums (paper: BW_sum). A CPU process is
+        one. land_per_cta: fp32 output bytes/s of one thread block that lands node partials (paper: BW_land). land_cap:
+        output bytes/s that the landing fabric allows (paper: BW_cap). rail: bytes/s of one rank's rail, each direction
+        (paper: BW_NIC). call_s: seconds from the call of a collective to its first operation. start_s: seconds that a
+        batch of copies, or a kernel, takes beside moving its bytes. signal_s: seconds from a notify to the end of the
+        wait for it, within a node. rail_signal_s: the same across nodes, one way. round_wait_s: calibrated wait of one
+        network round (paper: t_rnd); the solver's, see ``planner/sizing.py``.
+
+    Raises:
+        TideConfigError: a number is not finite and above zero (times: not below zero).
+    """
+
+    name: str
+    push: float
+    intake: float
+    multicast: bool
+    local: float
+    memory: float
+    pull_tax: float
+    sum_per_cta: float
+    land_per_cta: float
+    land_cap: float
+    rail: float
+    call_s: float
+    start_s: float
+    signal_s: float
+    rail_signal_s: float
+    round_wait_s: float
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "name":
+                good, wanted = isinstance(value, str), "text"
+            elif f.name == "multicast":
+                good, wanted = isinstance(value, bool), "true or false"
+            else:
+                numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+                low = 0.0 if f.name.endswith("_s") else math.nextafter(0.0, 1.0)
+                good = numeric and low <= value <= 1e18
+                wanted = "a number from 0" if f.name.endswith("_s") else "a number above 0"
+            if not good:
+                raise TideConfigError(f"rate {f.name!r} must be {wanted}; got {value!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rates as plain values, which :meth:`from_dict` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Rates:
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            TideConfigError: not a mapping of exactly these names to values that are allowed.
+        """
+        names = [f.name for f in fields(cls)]
+        if not isinstance(data, Mapping) or set(data) != set(names):
+            got = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+            raise TideConfigError(f"rates are a mapping with exactly {', '.join(names)}; got {got}")
+        return cls(**data)
+
+
+#: The paper's platform: eight GPUs per NVSwitch domain, one 400 Gb/s rail each. Sources: intake, Table 3 (served
+#: traffic of copy-engine pushes); sum, landing, rail and round wait, appendix G; rail signal, half the "roughly 0.12 ms
+#: signal round trip" of section 3.1. ``call_s`` is not stated: with the entry fence and the completion it makes the
+#: 0.04 ms that Table 7's one-node rows (0.38 and 1.40 ms for 32 and 128 MiB) take beyond their bytes. ``signal_s`` and
+#: ``start_s`` are those of two H200. ``push`` is fitted to Table 8's one-node rows (0.41 and 1.29 ms), and close to one
+#: H200 copy engine's. ``memory`` and ``local`` are the data sheet's HBM rate of such a GPU and half of it.
+PAPER = Rates(
+    name="paper",
+    push=400 * GB,
+    intake=798 * GB,
+    multicast=True,
+    local=4000 * GB,
+    memory=8000 * GB,
+    pull_tax=PULL_TAX,
+    sum_per_cta=99 * GB,
+    land_per_cta=21 * GB,
+    land_cap=90 * GB,
+    rail=47.5 * GB,
+    call_s=25e-6,
+    start_s=2.6e-6,
+    signal_s=4.8e-6,
+    rail_signal_s=60e-6,
+    round_wait_s=1.3e-3,
+)
+
+#: Two H200 of one host, NVLink, no multicast (docs/benchmarks.md): copy-engine push 395 GB/s, local copy 4.2 TB/s read
+#: plus write, 4.8 us for a stream memory write and the wait for it, 2.6 us for the smallest copy, 58 GB/s per thread
+#: block of the sum of two contributions. ``call_s`` is the host's time to enqueue an all-gather, which calls that
+#: follow one another wait for. There is no rail: the numbers of one are those of ``PAPER``.
+H200_PAIR = Rates(
+    name="two H200",
+    push=395 * GB,
+    intake=395 * GB,
+    multicast=False,
+    local=2100 * GB,
+    memory=4200 * GB,
+    pull_tax=PULL_TAX,
+    sum_per_cta=58 * GB,
+    land_per_cta=PAPER.land_per_cta,
+    land_cap=PAPER.land_cap,
+    rail=PAPER.rail,
+    call_s=97e-6,
+    start_s=2.6e-6,
+    signal_s=4.8e-6,
+    rail_signal_s=PAPER.rail_signal_s,
+    round_wait_s=PAPER.round_wait_s,
+)
+
+#: Two processes on the two cores of docs/benchmarks.md (fitted to its rows of 32 MiB and 2 ranks): one memory for all,
+#: a process that copies and sums by itself. Groups that fit into a cache are faster.
+CPU_PAIR = Rates(
+    name="two CPU cores",
+    push=11.4 * GB,
+    intake=11.4 * GB,
+    multicast=True,
+    local=11.4 * GB,
+    memory=46 * GB,
+    pull_tax=1.0,
+    sum_per_cta=20 * GB,
+    land_per_cta=20 * GB,
+    land_cap=20 * GB,
+    rail=1 * GB,
+    call_s=2e-6,
+    start_s=0.2e-6,
+    signal_s=3e-6,
+    rail_signal_s=100e-6,
+    round_wait_s=1e-3,
+)
+
+#: Rates that have a name on the command line.
+NAMED = {"paper": PAPER, "h200-pair": H200_PAIR, "cpu-pair": CPU_PAIR}
