@@ -58,9 +58,10 @@ def _arenas(rank: int, world: int, cases: list[Case]) -> list[dict[str, int]]:
 def test_the_ring_takes_what_its_budget_allows_and_a_last_block_that_stays() -> None:
     plain, last = Case("plain"), Case("last stays", last_stays=True)
     narrow = Case("not last after all", last_stays=True, twice=True, config={"all_gather.slots": 1})
-    slot = launch(2, _arenas, [plain])[0][0]["ring"] // 2
-    budget = Case("budget", config={"all_gather.memory_budget": 3 * slot + slot // 2})
-    more = Case("more than all", config={"all_gather.memory_budget": 99 * slot})
+    alone = launch(2, _arenas, [plain])[0][0]
+    slot, block = alone["ring"] // 2, alone["block"]  # a slot has whole pages; the budget is for what is in them
+    budget = Case("budget", config={"all_gather.memory_budget": 3 * block + block // 2})
+    more = Case("more than all", config={"all_gather.memory_budget": 99 * block})
     plain_, last_, narrow_, budget_, more_ = launch(2, _arenas, [plain, last, narrow, budget, more])[0]
     assert plain_["ring"] == last_["ring"] == 2 * slot
     assert plain_["pinned"] == last_["pinned"], "only the root has a slot of its own"
