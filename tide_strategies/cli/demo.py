@@ -71,8 +71,8 @@ def demo(output: Path, *, steps: int, devices: int, batch: int, limit_s: float) 
     print(f"A byte-level GPT of 10.9 M parameters, {devices} processes with {threads} thread(s) each, {steps} steps.")
     print("Text: the source of this Python's standard library.\n", flush=True)
     records = []
-    for plan, title in (("stock", "stock FSDP2"), ("auto", "TIDE")):
-        out = output / f"{'stock' if plan == 'stock' else 'tide'}.json"
+    for plan, title in (("stock", "stock FSDP2"), ("tide", "TIDE")):
+        out = output / f"{plan}.json"
         command = [sys.executable, str(script), "--plan", plan, "--out", str(out)]
         command += ["--steps", str(steps), "--devices", str(devices), "--batch", str(batch)]
         _train(command, title, out, steps, threads, limit_s)
