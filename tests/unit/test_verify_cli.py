@@ -14,7 +14,7 @@ def test_base_plans_end_with_the_counts(capsys, monkeypatch) -> None:
     assert main(["verify", "--base-plans"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert "up to  128 nodes: accepted 10 rejected 2" in out[0]
-    assert any("107520 flat, 13440 coalesced" in line for line in out)
+    assert any("at most 107520 flat, 13440 coalesced" in line for line in out)
     assert out[-1] == "accepted 10 rejected 2"
 
 
