@@ -85,6 +85,19 @@ def test_backward_passes_keep_gradients_and_parameters_alive(nodes, local, width
         assert variant.verify() == (2 * 4 + 1) * n
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    *(params, params, st.sampled_from([2, 3, 5, 9, 10, 17]), booleans, booleans),
+    *(st.sampled_from(["all-gather", "reduce-scatter", "step"]), st.sampled_from([Item.F32, Item.BF16])),
+)
+def test_groups_with_one_rank_a_node(a, b, nodes, interleave, ahead, kind, output) -> None:
+    groups = tuple(GroupLayout(p, nodes) for p in (a, b))
+    work = Workload(
+        kind, Topology(nodes, 1), groups, lane=True, interleave=interleave, ahead=ahead, output=output, calls=4
+    )
+    assert work.verify() == ((2 * 4 + 1) if kind == "step" else 4) * nodes
+
+
 @pytest.mark.parametrize("multicast", [False, True])
 def test_passes_chunks_banks_and_modes_keep_the_order_of_additions(multicast) -> None:
     # The story compares every element's contributions with one order that knows of none of these.

@@ -65,7 +65,7 @@ def all_gather(
 
     Args:
         layout: the group's geometry.
-        topology: one node, or several (``all_gather_nodes``).
+        topology: one node, or several (``all_gather_nodes``; ``rail_lane`` for one rank a node).
         rank: whose schedule.
         shard_items: element of each shard.
         shared_landing: the node's ranks see one landing (one write reaches all: shared memory, or multicast);
@@ -75,6 +75,10 @@ def all_gather(
     Raises:
         ValueError: if the topology does not fit the layout, or a cast is not f32 <-> bf16.
     """
+    if topology.nodes != 1 and topology.local_ranks == 1:
+        from tide_strategies.collectives.rail_lane import all_gather_lane  # it builds on this module
+
+        return all_gather_lane(layout, topology, rank, shard_items)
     if topology.nodes != 1:
         from tide_strategies.collectives.all_gather_nodes import all_gather_nodes  # it builds on this module
 

@@ -97,12 +97,16 @@ def reduce_scatter(
     of ``layout.output_items`` elements ``output``; STAGING 0 of every rank holds ``memory[STAGING, 0]`` bytes.
     With ``interleave`` one stream ``main`` alternates pushes and sums, one chunk apart, for a single thread to run;
     without, ``push`` and ``sum`` run side by side. Across nodes, ``plan``, ``bank`` and ``multicast`` count too
-    (``two_level.reduce_scatter_nodes``).
+    (``two_level.reduce_scatter_nodes``; with one rank a node and no plan, ``rail_lane``).
 
     Raises:
         ValueError: if the topology does not fit the layout, if ``grad`` or ``output`` is not
             F32 or BF16, or if ``chunk_bytes`` is not a positive multiple of 16.
     """
+    if topology.nodes != 1 and topology.local_ranks == 1 and plan is None:
+        from tide_strategies.collectives.rail_lane import reduce_scatter_lane  # it builds on this module
+
+        return reduce_scatter_lane(layout, topology, rank, grad=grad, output=output, bank=bank, interleave=interleave)
     if topology.nodes != 1:
         from tide_strategies.collectives.two_level import reduce_scatter_nodes  # it builds on this module
 

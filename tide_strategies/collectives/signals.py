@@ -14,6 +14,8 @@ FILLED = Counter("filled")
 EMPTIED = Counter("emptied")
 #: The writer's stage may be written again. Read by its sender of the first doubling round.
 STAGE_FREE = Counter("stage_free")
+#: The writer has vacated the landing, into which its sender of the first round writes. One per slot, as ``VACATED``.
+OPENED = Counter("opened")
 #: Of the writer to itself, between its streams: one more partial is summed.
 SUMMED = Counter("summed")
 #: Of the writer to itself, between its streams: the own shards are in the stage.
@@ -47,8 +49,3 @@ def gathered(step: int) -> Counter:
 def clear(step: int) -> Counter:
     """The writer has the heads of the round before: its sender of round ``step`` may begin."""
     return Counter("clear", step)
-
-
-def opened(step: int) -> Counter:
-    """The writer has vacated the landing: its sender of round ``step`` may write into it. One per slot, as VACATED."""
-    return Counter("opened", step)

@@ -18,6 +18,7 @@ from tide_strategies.collectives.schedule import (
     SELF,
     Await,
     Copy,
+    Counter,
     Land,
     Notify,
     Op,
@@ -284,6 +285,7 @@ class Machine:
                 self._notify(thread, cell, op.to, thread.release())
             else:  # it keeps its place among the signals of the cell, but proves nothing of other puts
                 nic = self._nic(thread, cell, op.to)
+                self._pace(thread, call, op.counter, op.to, (thread.number, thread.tick - 1))
                 self._notify(nic, cell, op.to, (thread.clock, ((thread.number, thread.tick - 1),)))
         elif isinstance(op, Record):
             self._marks[thread.rank, (call.number, op.event)] = thread.release()
@@ -297,7 +299,7 @@ class Machine:
         runs = source.read(thread, self._base(call, op.src), op.nbytes)
         cell = (call.bind(op.signal), thread.rank)
         nic = self._nic(thread, cell, op.dst.at)
-        self._pace(thread, call, op, nic)
+        self._pace(thread, call, op.signal, op.dst.at, (nic.number, nic.tick))
         target.write(nic, op.dst.offset, runs)
         release = (nic.clock, ((nic.number, nic.tick), (thread.number, thread.tick - 1)))
         self._notify(nic, cell, op.dst.at, release)
@@ -315,18 +317,20 @@ class Machine:
         thread.tick += 1
         return nic
 
-    def _pace(self, thread: Thread, call: Call, op: Put, nic: Actor) -> None:
-        """A round of an all-gather may begin when the first part of the one before is at the target."""
-        if op.signal.name != "gathered":
+    def _pace(self, thread: Thread, call: Call, signal: Counter, to: int, mark: tuple[int, int]) -> None:
+        """A round of an all-gather may begin when the first part of the one before is at the target.
+
+        ``mark`` is what who has this transfer's first part knows.
+        """
+        if signal.name != "gathered":
             return
-        step = op.signal.index
-        self._heads.setdefault((op.dst.at, call.number, step), (nic.number, nic.tick))
+        step = signal.index
+        self._heads.setdefault((to, call.number, step), mark)
         if step:
-            head = self._heads.get((op.dst.at, call.number, step - 1))
+            head = self._heads.get((to, call.number, step - 1))
             if head is None or not thread.knows(*head):
                 raise Violation(
-                    "incast",
-                    f"{thread.name} sends round {step} to rank {op.dst.at} before it has round {step - 1}'s head",
+                    "incast", f"{thread.name} sends round {step} to rank {to} before it has round {step - 1}'s head"
                 )
 
     def _add(self, thread: Thread, call: Call, op: Sum | Land) -> None:

@@ -57,6 +57,7 @@ class Story:
         interleave: one thread per rank.
         shared_landing: the ranks of a node have one landing (shared memory); otherwise each has its own.
         multicast: with landings of their own, one write still reaches all of a node.
+        lane: with one rank a node, the collectives made for that.
         change: lets a test break schedules.
         machine: what runs the calls.
     """
@@ -68,11 +69,12 @@ class Story:
         interleave: bool = True,
         shared_landing: bool = True,
         multicast: bool = False,
+        lane: bool = False,
         change: Change | None = None,
         machine: type[Machine] = Machine,
     ) -> None:
         self.topology, self.interleave, self.multicast = topology, interleave, multicast
-        self.shared_landing = shared_landing
+        self.shared_landing, self.lane = shared_landing, lane
         self.machine = machine(topology.ranks, topology.local_ranks, shared_landing=shared_landing)
         self.checked = 0
         self._change = change or (lambda kind, number, schedule: schedule)
@@ -198,8 +200,8 @@ class Story:
         self, layout: GroupLayout, rank: int, items: Sequence[Item], adopted: bool, head_bytes: int
     ) -> Schedule:
         everywhere = self.shared_landing or self.multicast
-        if self.topology.nodes == 1:
-            return all_gather(layout, self.topology, rank, items, shared_landing=everywhere)
+        if self.topology.nodes == 1 or self.lane:
+            return all_gather(layout, self.topology, rank, items, shared_landing=everywhere, interleave=self.interleave)
         return all_gather_nodes(
             layout,
             self.topology,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tide_strategies.collectives.plan import BasePlan
-from tide_strategies.collectives.schedule import Item, Sum
+from tide_strategies.collectives.schedule import Item, Space, Sum
 from tide_strategies.layout import GroupLayout
 from tide_strategies.topology import Topology
 from tide_strategies.verify.machine import Machine
@@ -24,7 +24,8 @@ class Workload:
         kind: ``all-gather``, ``reduce-scatter`` or ``step`` (both, as in a backward pass).
         topology: M x L.
         layouts: parameter groups, used in turn, each twice in a row.
-        plan: of the reduce-scatters; None on a single node.
+        plan: of the reduce-scatters; None on a single node and for a lane.
+        lane: the collectives for one rank a node.
         interleave: one thread per rank.
         multicast: one write or one reduction reaches all of a node.
         shared_landing: the ranks of a node have one landing; never with ``multicast`` or ``slot_reuse``.
@@ -42,6 +43,7 @@ class Workload:
     topology: Topology
     layouts: tuple[GroupLayout, ...]
     plan: BasePlan | None = None
+    lane: bool = False
     interleave: bool = True
     multicast: bool = False
     shared_landing: bool = True
@@ -61,6 +63,7 @@ class Workload:
             interleave=self.interleave,
             shared_landing=self.shared_landing and not self.multicast and not self.slot_reuse,
             multicast=self.multicast,
+            lane=self.lane,
             change=change,
             machine=machine,
         )
@@ -109,7 +112,8 @@ class Workload:
         """Whether the next read phase may come before this network phase, which then must not read gradients."""
         streams = list(reduced.calls[0].schedule.streams)
         network = (call.schedule.streams[s] for call in reduced.calls for s in streams[1:])
-        return not any(isinstance(op, Sum) for ops in network for op in ops)
+        sums = (op for ops in network for op in ops if isinstance(op, Sum))
+        return not any(source.space is Space.INPUT for op in sums for source in op.sources)
 
     def _step(self, story: Story) -> None:
         """A backward pass: while a group's gradients are reduced, the next group is gathered."""
