@@ -20,7 +20,7 @@ def test_base_plans_end_with_the_counts(capsys, monkeypatch) -> None:
 
 def test_real_geometry_is_verified(capsys) -> None:
     assert main(["verify", "--topology", "2x2", "--preset", "qwen3-30b-a3b", "--calls", "2"]) == 0
-    assert "4 workloads, 32 results complete, nothing wrong" in capsys.readouterr().out.splitlines()[-1]
+    assert "6 workloads, 48 results complete, nothing wrong" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_violation_ends_with_its_description(capsys, monkeypatch) -> None:

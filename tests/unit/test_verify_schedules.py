@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tide_strategies.collectives.plan import BasePlan, refusals
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.layout import GroupLayout, ParamShape
+from tide_strategies.planner.architectures import preset
 from tide_strategies.topology import Topology
-from tide_strategies.verify.presets import layouts as preset
 from tide_strategies.verify.story import Story
 from tide_strategies.verify.violation import Violation
 from tide_strategies.verify.workloads import Workload, variants
@@ -113,7 +113,7 @@ def test_passes_chunks_banks_and_modes_keep_the_order_of_additions(multicast) ->
 
 def test_real_geometry_of_a_block() -> None:
     topology = Topology(4, 4)
-    block = preset("llama-3.1-70b", topology.ranks)["block"]
+    block = preset("llama-3.1-70b").groups[-2].layout(topology.ranks)
     plan = BasePlan(4, 4, 4, 4)
     work = Workload(
         "reduce-scatter", topology, (block,), plan=plan, ahead=False, chunk_bytes=32 << 20, head_bytes=8 << 20, calls=3

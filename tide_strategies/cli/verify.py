@@ -12,10 +12,10 @@ from tide_strategies.collectives.plan import BasePlan, refusals
 from tide_strategies.collectives.reduce_scatter import reduce_scatter
 from tide_strategies.collectives.schedule import Copy, Item
 from tide_strategies.layout import GroupLayout, ParamShape
+from tide_strategies.planner.architectures import PRESETS, preset
 from tide_strategies.topology import Topology
 from tide_strategies.verify.base_plans import base_plans, connections, copy_descriptors
 from tide_strategies.verify.faults import FAULTS, broken, found, places, schedules
-from tide_strategies.verify.presets import GROUPS, layouts
 from tide_strategies.verify.violation import Violation
 from tide_strategies.verify.workloads import Workload, variants
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--base-plans", action="store_true", help="count accepted and rejected base plans")
     what.add_argument("--topology", type=_topology, metavar="MxL", help="nodes x ranks per node, with --preset")
     what.add_argument("--faults", action="store_true", help="break schedules and see that each fault is found")
-    parser.add_argument("--preset", choices=sorted(GROUPS), default="llama-3.1-70b", help="model (with --topology)")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="llama-3.1-70b", help="model (with --topology)")
     parser.add_argument("--passes", type=int, default=1, help="sub-slice passes (with --base-plans or --topology)")
     parser.add_argument("--slot-reuse", action="store_true", help="outbox of two rounds (with --topology)")
     parser.add_argument("--calls", type=int, default=3, help="calls in a row (with --topology; default: 3)")
@@ -78,6 +78,14 @@ def _base_plans(passes: int) -> int:
     print(f"{time.perf_counter() - start:.0f} s")
     print(f"accepted {counts.accepted} rejected {counts.rejected}")
     return 0
+
+
+def _layouts(name: str, ranks: int) -> dict[str, GroupLayout]:
+    """The geometries that occur among a model's groups, each under the name of the first group that has it."""
+    layouts: dict[GroupLayout, str] = {}
+    for group in preset(name).groups:
+        layouts.setdefault(group.layout(ranks), group.name)
+    return {first: layout for layout, first in layouts.items()}
 
 
 def _copies(nodes: int, local_ranks: int, params: int) -> int:
@@ -117,7 +125,7 @@ def _real(arguments: argparse.Namespace) -> int:
     )
     work = [
         (f"{kind} of {arguments.preset} {name}", replace(base, kind=kind, layouts=(layout,)))
-        for name, layout in layouts(arguments.preset, topology.ranks).items()
+        for name, layout in _layouts(arguments.preset, topology.ranks).items()
         for kind in ("all-gather", "reduce-scatter")
     ]
     return _all(f"{topology}", work)

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 from tide_strategies import _native
 from tide_strategies.collectives.all_gather import all_gather, reuse
+from tide_strategies.collectives.all_gather_nodes import all_gather_nodes
+from tide_strategies.collectives.plan import BasePlan
 from tide_strategies.collectives.reduce_scatter import BANKS, reduce_scatter
-from tide_strategies.collectives.schedule import Item, Space
+from tide_strategies.collectives.schedule import Item, Schedule, Space
+from tide_strategies.collectives.two_level import default_plan
 from tide_strategies.layout import GroupLayout
 from tide_strategies.runtime.engine import Collective, Engine
 from tide_strategies.runtime.slots import Landing, Slot, SlotRing
@@ -34,17 +37,36 @@ def needed_memory(
     needed: dict[tuple[Space, int], int] = {}
     for layout in dict.fromkeys(layouts):
         items = [Item.of_size(p.itemsize) for p in layout.params]
-        schedules = [all_gather(layout, topology, rank, items)]
+        schedules = [_all_gather(layout, topology, rank, items)]
         for bank in range(BANKS if topology.nodes > 1 else 1):  # of the element types, these need most
             schedules.append(
                 reduce_scatter(
-                    layout, topology, rank, grad=Item.F32, output=Item.BF16, chunk_bytes=chunk_bytes, bank=bank
+                    layout,
+                    topology,
+                    rank,
+                    grad=Item.F32,
+                    output=Item.BF16,
+                    chunk_bytes=chunk_bytes,
+                    plan=_plan(topology),
+                    bank=bank,
                 )
             )
         for schedule in schedules:
             for which, nbytes in schedule.memory.items():
                 needed[which] = max(needed.get(which, 0), nbytes)
     return {which: nbytes for which, nbytes in needed.items() if nbytes}
+
+
+def _all_gather(layout: GroupLayout, topology: Topology, rank: int, items: Sequence[Item]) -> Schedule:
+    """One node's, or that of several. With one rank a node too: the rail lane's puts land in other ranks' landings,
+    which ranks map only within their node."""
+    build = all_gather if topology.nodes == 1 else all_gather_nodes
+    return build(layout, topology, rank, items)
+
+
+def _plan(topology: Topology) -> BasePlan | None:
+    """Of reductions across nodes; all calls of an engine have the same."""
+    return default_plan(topology) if topology.nodes > 1 else None
 
 
 @dataclass
@@ -137,7 +159,7 @@ class GroupCollectives(LandingGroup):
         super().__init__(name, layout, engine.landing(layout.landing_bytes), home)
         self._engine, self._chunk_bytes = engine, chunk_bytes
         self._label = f"all-gather of {name!r}"
-        schedule = all_gather(layout, engine.topology, engine.rank, shard_items)
+        schedule = _all_gather(layout, engine.topology, engine.rank, shard_items)
         self._all_gather = engine.collective(schedule, len(layout.params), self._label)
         self._reuse = engine.collective(reuse(engine.topology, engine.rank), 0, f"reuse of {name!r}")
         self._landing_address = self._all_gather.addresses(landing=self.landing.window.address)
@@ -218,7 +240,14 @@ class GroupCollectives(LandingGroup):
         engine = self._engine
         layout = GroupLayout(tuple(self.layout.params[p] for p in params), self.layout.ranks)
         schedule = reduce_scatter(
-            layout, engine.topology, engine.rank, grad=grad, output=output, chunk_bytes=self._chunk_bytes, bank=bank
+            layout,
+            engine.topology,
+            engine.rank,
+            grad=grad,
+            output=output,
+            chunk_bytes=self._chunk_bytes,
+            plan=_plan(engine.topology),
+            bank=bank,
         )
         label = self._reduction_label(params, grad, output)
         sent = self._sent_bytes(params, grad, engine.rank)
