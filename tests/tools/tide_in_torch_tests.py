@@ -81,7 +81,7 @@ def _add(module: Any, args: Any) -> None:
     from tide_strategies import apply_tide
 
     before = set(module._forward_pre_hooks)
-    handle = apply_tide(module, {"timeout_s": TIMEOUT_S})
+    handle = apply_tide(module, {"timeout_s": TIMEOUT_S, "plan": "tide"})
     # This call of the module has its list of hooks already: the new one, which installs TIDE, is run here.
     for key in set(module._forward_pre_hooks) - before:
         module._forward_pre_hooks[key](module, args)
