@@ -36,6 +36,8 @@ def _(side: Side) -> Any:
         order.clear()
         model(side.data(1)).sum().backward()
         uses.append(list(order))
+    assert "post_backward embed PRE_BACKWARD SHARDED" in uses[0]
+    assert "post_backward block PRE_BACKWARD UNSHARDED" in uses[0]
     return uses, side.steps(model)
 
 
@@ -116,18 +118,22 @@ def recorded(function: Any, name: str, order: list[str]) -> Any:
     """The method, noting its call under the name of the group's module."""
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        order.append(f"{name} {access.group_name(group)} {group._training_state.name}")
+        states = f"{group._training_state.name} {group._sharded_state.name}"
+        order.append(f"{name} {access.group_name(group)} {states}")
         return function(group, *args, **kwargs)
 
     return call
 
 
-def ordered(side: Side, model: Any, steps: int = 3) -> tuple[list[str], Any]:
-    """Train and return the order of events with the result."""
+def ordered(side: Side, model: Any, steps: int = 3) -> Any:
+    """Train and return the order of events with the result, and that of some steps more."""
     with events(side, model) as order:
         result = side.steps(model, count=steps)
     assert len(order) > 10
-    return order, result
+    memory = arena(side)
+    more = side.steps(model, count=3, first=steps)
+    assert arena(side) == memory, "what is gathered and never used is given back"
+    return order, result, more
 
 
 @peer("order of events")
@@ -217,6 +223,11 @@ def _(side: Side) -> Any:
         optimizer.zero_grad()
     assert counts[1] == (4 + 3, 4)  # the root's group stays whole in between
     return counts
+
+
+def arena(side: Side) -> list[dict[str, int]]:
+    """Bytes of TIDE's memory by part."""
+    return [handle.report().arena_bytes for handle in side.handles]
 
 
 def totals(side: Side) -> tuple[int, int]:
