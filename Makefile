@@ -28,6 +28,7 @@ NATIVE := CMakeLists.txt $(wildcard csrc/*) $(wildcard cmake/*)
 STAMP_VENV := $(VENV)/.made
 STAMP_TORCH := $(VENV)/.installed-$(subst /,_,$(TORCH))
 STAMP_PACKAGE := $(VENV)/.installed-package
+STAMP_DOCS := $(VENV)/.installed-docs
 
 # GPU machines bring their own Python with torch and the build tools (scikit-build-core, nanobind, cmake, ninja, pytest,
 # triton): nothing is fetched, and the package goes into a folder of its own.
@@ -36,7 +37,7 @@ GPU_PACKAGE := $(abspath build/gpu-package)
 BENCHMARKS ?= collectives step interference
 BENCH_OUTPUT := $(abspath bench_output)
 
-.PHONY: help setup demo test lint bench gpu-package test-gpu bench-gpu clean distclean
+.PHONY: help setup demo test lint docs bench gpu-package test-gpu bench-gpu clean distclean
 
 help: ## Say what there is to make
 	@echo "Targets:"
@@ -82,6 +83,16 @@ lint: setup ## Check style (ruff) and types (mypy)
 	@# Newer ruff formats code inside Markdown as well; there, comments are aligned by hand.
 	@$(PY) -m ruff format --check --exclude '*.md' .
 	@$(PY) -m mypy
+
+docs: $(STAMP_DOCS) ## Build the documentation site into build/site; a broken link is an error
+	@echo "==> Building the documentation"
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "Open build/site/index.html"
+
+$(STAMP_DOCS): $(STAMP_PACKAGE)
+	@echo "==> Installing the tools of the documentation"
+	@$(PIP) install 'tide-strategies[docs]'
+	@touch '$@'
 
 bench: setup ## Measure the collectives on the CPU
 	@$(BIN)/tide bench collectives --device cpu

@@ -2,6 +2,8 @@
 
     python examples/lightning_gpt.py                  # 2 CPU processes, TIDE collectives
     python examples/lightning_gpt.py --plan stock     # the same with the stock collectives of FSDP2
+    python examples/lightning_gpt.py --accelerator gpu --devices 8 --precision bf16-mixed \\
+        --layers 32 --width 4096 --heads 32 --context 2048
 
 The model and the LightningModule are ordinary PyTorch: nothing in them knows how it is sharded.
 """
@@ -16,16 +18,16 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from tide_strategies import TideFSDPStrategy
-from tide_strategies.cli.demo_model import GPT, Windows, library_text
+from tide_strategies.cli.demo_model import GPT, GPTConfig, Windows, library_text
 from tide_strategies.cli.demo_record import StepRecorder
 
 
 class ByteGPT(L.LightningModule):
     """Predict each byte of a window from those before it."""
 
-    def __init__(self):
+    def __init__(self, config):
         super().__init__()
-        self.model = GPT()
+        self.model = GPT(config)
 
     def loss(self, batch):
         logits = self.model(batch[:, :-1])
@@ -50,6 +52,10 @@ def parse_args():
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--devices", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="windows of text per process and step")
+    parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu", help="(default: %(default)s)")
+    parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed or bf16-true (default: 32-true)")
+    for name in ("layers", "width", "heads", "context"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(GPTConfig(), name), help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, help="write losses, times and memory to this JSON file")
     return parser.parse_args()
 
@@ -59,13 +65,15 @@ def main():
     args = parse_args()
     L.seed_everything(0, verbose=False)
     train_text, val_text = library_text()
-    train = Windows(train_text, args.steps * args.batch * args.devices)
-    val = Windows(val_text, 8 * args.batch * args.devices)
+    config = GPTConfig(layers=args.layers, width=args.width, heads=args.heads, context=args.context)
+    train = Windows(train_text, args.steps * args.batch * args.devices, args.context)
+    val = Windows(val_text, 8 * args.batch * args.devices, args.context)
 
     # "tide_fsdp" takes no further options; to set some, give the strategy itself.
     strategy = "tide_fsdp" if args.plan == "auto" else TideFSDPStrategy(plan=args.plan)
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=args.accelerator,
+        precision=args.precision,
         devices=args.devices,
         strategy=strategy,
         max_steps=args.steps,
@@ -76,7 +84,7 @@ def main():
         logger=False,
         num_sanity_val_steps=0,
     )
-    trainer.fit(ByteGPT(), DataLoader(train, batch_size=args.batch), DataLoader(val, batch_size=args.batch))
+    trainer.fit(ByteGPT(config), DataLoader(train, batch_size=args.batch), DataLoader(val, batch_size=args.batch))
 
 
 if __name__ == "__main__":
