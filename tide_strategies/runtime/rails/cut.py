@@ -158,5 +158,6 @@ class _Cutter:
         return [self._read(peer) for peer in list(self._reading)]
 
     def _read(self, peer: int) -> Op:
+        """All puts to ``peer`` so far: a rail may read them in any order."""
         del self._reading[peer]
         return Await(signals.RAILED, peer, self.puts[peer])

@@ -83,7 +83,8 @@ class P2PRail:
             sender.send(Message(Kind.LONG_PUT, counter, seq, tag, region, offset, nbytes), address=address)
             return
         sender.send(Message(Kind.PUT, counter, seq, tag, region, offset, nbytes), _bytes(address, nbytes))
-        self._arena.deliver(self._railed, peer)  # it has been read
+        # It has been read, perhaps before longer ones: that is in order, for all puts so far are awaited at once.
+        self._arena.deliver(self._railed, peer)
 
     def words(self, peer: int) -> str | None:
         """See :meth:`Rail.words`."""
