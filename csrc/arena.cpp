@@ -81,7 +81,7 @@ size_t page_bytes() {
 
 Arena::Arena(int fd, uint32_t ranks, uint32_t rank, uint32_t counters, uint64_t control_bytes)
     : fd_(fd), ranks_(ranks), rank_(rank), counters_(counters), control_bytes_(control_bytes),
-      spin_ns_(choose_spin_ns(ranks)), peers_(ranks) {
+      spin_ns_(choose_spin_ns(ranks)), peers_(ranks), lost_(ranks) {
   ledger_.totals.assign(size_t{ranks} * counters, 0);
   ledger_.marks.assign(counters, 0);
 }
@@ -244,15 +244,22 @@ void Arena::watch(int64_t rank, int64_t pid) {
   peers_[r] = std::move(peer);
 }
 
-bool Arena::peer_dead(uint32_t rank) const {
+void Arena::lose(int64_t rank) {
+  const uint32_t r = checked("rank", rank, 0, int64_t{ranks_} - 1);
   std::lock_guard<std::mutex> hold(peers_lock_);
-  return peers_[rank].dead();
+  lost_[r] = true;
 }
 
-bool Arena::abort(int64_t code, std::string_view message) {
+bool Arena::peer_dead(uint32_t rank) const {
+  std::lock_guard<std::mutex> hold(peers_lock_);
+  return lost_[rank] || peers_[rank].dead();
+}
+
+bool Arena::abort(int64_t code, std::string_view message, int64_t rank) {
+  const uint32_t r = checked("rank", rank, 0, int64_t{ranks_} - 1);
   if (code < INT32_MIN || code > INT32_MAX)
     throw std::invalid_argument("abort code " + std::to_string(code) + " does not fit 32 bits");
-  const uint64_t claim = uint64_t{rank_ + 1} << 32 | static_cast<uint32_t>(code);
+  const uint64_t claim = uint64_t{r + 1} << 32 | static_cast<uint32_t>(code);
   uint64_t none = 0;
   if (!header_->abort_claim.compare_exchange_strong(none, claim)) return false;
   header_->abort_length = static_cast<uint32_t>(std::min<size_t>(message.size(), kAbortMessageBytes));
@@ -281,6 +288,14 @@ uint64_t Arena::latest_tag(uint32_t writer) const {
     if (latest == 0 || ahead > 0) latest = seen;
   }
   return latest;
+}
+
+void Arena::publish_tag_of(uint32_t writer, uint32_t seq, uint32_t tag) {
+  std::atomic<uint64_t>& entry = rings_[writer].entries[seq % kTagSlots];
+  const uint64_t seen = entry.load(std::memory_order_relaxed);
+  // The last streams of an old call may run after a newer call has begun.
+  const auto ahead = static_cast<int32_t>(seq - static_cast<uint32_t>(seen >> 32));
+  if (seen == 0 || ahead > 0) entry.store(tag_entry(seq, tag), std::memory_order_release);
 }
 
 }  // namespace tide

@@ -50,9 +50,12 @@ class Arena {
   void check_mappable(int64_t offset, uint64_t bytes) const;
 
   void watch(int64_t rank, int64_t pid);
+  // For a rank of another host, whom no pid can be watched of: what it has not done by now, it never will.
+  void lose(int64_t rank);
   bool peer_dead(uint32_t rank) const;
 
-  bool abort(int64_t code, std::string_view message);  // true if this was the first
+  // True if this was the first; `rank` is the one that gives up.
+  bool abort(int64_t code, std::string_view message, int64_t rank);
   bool is_aborted() const { return header_->abort_claim.load(std::memory_order_acquire) != 0; }
   std::optional<AbortInfo> aborted() const;
 
@@ -61,6 +64,8 @@ class Arena {
     return rings_[writer].entries[seq % kTagSlots].load(std::memory_order_acquire);
   }
   uint64_t latest_tag(uint32_t writer) const;
+  // For whoever brings the notifications of a rank of another host, one thread for each such rank.
+  void publish_tag_of(uint32_t writer, uint32_t seq, uint32_t tag);
   uint64_t spin_ns() const { return spin_ns_; }
 
   // State of this rank alone, changed once per call under the lock: how far every (counter, writer) has
@@ -92,6 +97,7 @@ class Arena {
   Ledger ledger_;
   mutable std::mutex peers_lock_;
   std::vector<Peer> peers_;
+  std::vector<bool> lost_;
 };
 
 }  // namespace tide

@@ -32,7 +32,8 @@ struct Header {
   char abort_message[kAbortMessageBytes];
 };
 
-// One cell per (counter, writer rank), a cache line each: only the writer adds to the value.
+// One cell per (counter, writer rank), a cache line each: only the writer adds to the value, or whoever brings the
+// notifications of a writer on another host.
 struct alignas(64) Cell {
   std::atomic<uint32_t> value;
   std::atomic<uint32_t> waiters;

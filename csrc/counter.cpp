@@ -39,6 +39,11 @@ void futex_wake_all(const std::atomic<uint32_t>& word) {
   ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
+void add(Cell& cell, uint32_t amount) {
+  cell.value.fetch_add(amount, std::memory_order_seq_cst);  // see sleep_until_reached
+  if (cell.waiters.load(std::memory_order_seq_cst) != 0) futex_wake_all(cell.value);
+}
+
 class Registration {
  public:
   explicit Registration(Cell& cell) : cell_(cell) { cell_.waiters.fetch_add(1, std::memory_order_seq_cst); }
@@ -97,10 +102,11 @@ Status sleep_until_reached(const Arena& arena, const Await& a, Cell& cell, int64
 
 }  // namespace
 
-void notify(const Arena& arena, uint32_t counter, uint32_t amount) {
-  Cell& cell = arena.cell(counter, arena.rank());
-  cell.value.fetch_add(amount, std::memory_order_seq_cst);  // see sleep_until_reached
-  if (cell.waiters.load(std::memory_order_seq_cst) != 0) futex_wake_all(cell.value);
+void notify(const Arena& arena, uint32_t counter, uint32_t amount) { add(arena.cell(counter, arena.rank()), amount); }
+
+void deliver(Arena& arena, uint32_t counter, uint32_t writer, uint32_t amount, uint32_t seq, uint32_t tag) {
+  if (seq != 0) arena.publish_tag_of(writer, seq, tag);
+  add(arena.cell(counter, writer), amount);
 }
 
 bool tags_differ(const Arena& arena, uint32_t writer, uint32_t seq, uint32_t tag) {

@@ -17,6 +17,10 @@ inline bool reached(uint32_t value, uint32_t target) { return static_cast<int32_
 // sees the new value.
 void notify(const Arena& arena, uint32_t counter, uint32_t amount);
 
+// Adds to the cell of a writer whose notifications a rail brings; `seq` and `tag` are of the writer's call, zero if
+// there is none to tell of. Only one thread of the host may do so for a (counter, writer).
+void deliver(Arena& arena, uint32_t counter, uint32_t writer, uint32_t amount, uint32_t seq, uint32_t tag);
+
 struct Await {
   uint32_t counter;  // physical index
   uint32_t writer;

@@ -88,6 +88,19 @@ Tensor tensor_of(nb::pointer_and_handle<View> self, int64_t byte_offset, int64_t
                 nullptr, dtype, nb::device::cpu::value, 0);
 }
 
+void deliver_checked(ArenaHandle& a, int64_t counter, int64_t writer, int64_t amount, int64_t seq, int64_t tag) {
+  const auto within = [](const char* name, int64_t value, int64_t most) {
+    if (value < 0 || value > most)
+      throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; allowed: 0 to " +
+                                  std::to_string(most));
+    return static_cast<uint32_t>(value);
+  };
+  Arena& arena = *a.arena;
+  deliver(arena, within("counter", counter, int64_t{arena.counters()} - 1),
+          within("writer", writer, int64_t{arena.ranks()} - 1), within("amount", amount, INT32_MAX),
+          within("seq", seq, UINT32_MAX), within("tag", tag, UINT32_MAX));
+}
+
 void bind_arena(nb::module_& m) {
   nb::class_<ArenaHandle>(m, "Arena")
       .def_static("create", [](int64_t ranks, int64_t rank, int64_t counters) {
@@ -113,9 +126,11 @@ void bind_arena(nb::module_& m) {
            "offset"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("watch", [](ArenaHandle& a, int64_t rank, int64_t pid) { a.arena->watch(rank, pid); },
            "rank"_a, "pid"_a)
-      .def("abort", [](ArenaHandle& a, int64_t code, const nb::bytes& message) {
-        return a.arena->abort(code, view(message));
-      }, "code"_a, "message"_a)
+      .def("lose", [](ArenaHandle& a, int64_t rank) { a.arena->lose(rank); }, "rank"_a)
+      .def("deliver", &deliver_checked, "counter"_a, "writer"_a, "amount"_a = 1, "seq"_a = 0, "tag"_a = 0)
+      .def("abort", [](ArenaHandle& a, int64_t code, const nb::bytes& message, int64_t rank) {
+        return a.arena->abort(code, view(message), rank < 0 ? int64_t{a.arena->rank()} : rank);
+      }, "code"_a, "message"_a, "rank"_a = -1)
       .def("aborted", [](const ArenaHandle& a) -> nb::object {
         const auto info = a.arena->aborted();
         if (!info) return nb::none();

@@ -61,10 +61,17 @@ class Arena:
         """Give the memory of the whole pages in the range back; it reads as zeros afterwards."""
     def watch(self, rank: int, pid: int) -> None:
         """Let waits on ``rank`` notice that process ``pid`` is dead; ``ProcessLookupError`` if it is already."""
-    def abort(self, code: int, message: builtins.bytes) -> bool:
+    def lose(self, rank: int) -> None:
+        """Let waits of this process on ``rank`` of another host end as for a dead peer, unless they are fulfilled."""
+    def deliver(self, counter: int, writer: int, amount: int = 1, seq: int = 0, tag: int = 0) -> None:
+        """Add to the cell of a ``writer`` whose notifications this process brings, and wake who waits.
+
+        ``seq`` and ``tag`` tell of the writer's call (0: nothing to tell). One thread for each writer.
+        """
+    def abort(self, code: int, message: builtins.bytes, rank: int = -1) -> bool:
         """Record the abort (the first one wins, which the result tells) and end every wait of every rank.
 
-        ``code`` fits 32 bits; 400 bytes of the message are kept.
+        ``code`` fits 32 bits; 400 bytes of the message are kept; ``rank`` is who gives up (-1: this one).
         """
     def aborted(self) -> tuple[int, int, builtins.bytes] | None:
         """Rank, code and message of the abort, if there was one."""

@@ -56,7 +56,10 @@ FALLBACKS: dict[str, tuple[str, str]] = {
         "a CUDA graph is being captured",
         "capture what lies between FSDP2's collectives, or set plan: stock",
     ),
-    "TIDE-F020": ("the ranks cannot share memory: {}", "run the ranks of a sharding group on one host"),
+    "TIDE-F020": (
+        "the ranks cannot share memory: {}",
+        "run the ranks of a sharding group on one host, or CPU ranks with rail: auto",
+    ),
     "TIDE-F021": (
         "there is no room for the shared arena: {}",
         "free memory, raise the container's limit, use more ranks, or wrap smaller blocks",
@@ -74,6 +77,11 @@ FALLBACKS: dict[str, tuple[str, str]] = {
     "TIDE-F026": (
         "stock collectives are faster for this group here: {}",
         "none needed; plan: tide uses TIDE all the same",
+    ),
+    "TIDE-F027": ("the ranks' hosts do not form a topology: {}", "start the same number of ranks on every host"),
+    "TIDE-F028": (
+        "the nodes cannot be connected: {}",
+        "see that gloo finds the network between the hosts (GLOO_SOCKET_IFNAME), or shard within a host",
     ),
     "TIDE-F030": ("gradients of different dtypes arrived in one call", "none needed: such calls run as stock"),
     "TIDE-F031": ("gradients of dtype {} arrived", "use bfloat16 or float32 gradients"),

@@ -276,11 +276,11 @@ def _strangers(rank, world, _):
     """Before rank 1 comes, others connect: with a wrong token, saying nothing, hanging up."""
     real = bootstrap._receive
 
-    def after_strangers(name, own_rank, tokens, deadline):
+    def after_strangers(name, own_rank, root, tokens, deadline):
         import socket
 
         keep = []
-        for greeting in (b"", b"\0" * 20, tokens[0] + b"\7\0\0\0"):
+        for greeting in (b"", b"\0" * 20, tokens[root] + b"\7\0\0\0"):
             s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             s.connect(b"\0tide-" + name.hex().encode())
             s.sendall(greeting)
@@ -290,7 +290,7 @@ def _strangers(rank, world, _):
             else:
                 s.close()
             keep.append(s)
-        return real(name, own_rank, tokens, deadline)
+        return real(name, own_rank, root, tokens, deadline)
 
     if rank == 1:
         bootstrap._receive = after_strangers

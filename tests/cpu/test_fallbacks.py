@@ -344,7 +344,9 @@ def _job(rank: int, world: int, _: Any) -> dict[str, Any]:
     out: dict[str, Any] = {}
     elsewhere = {"boot_id": "another", "hostname": "elsewhere"} if rank == 1 else {}
     with mock.patch.object(bootstrap, "host_identity", return_value={**bootstrap.host_identity(), **elsewhere}):
-        out["another host"] = _compare(plain)
+        out["another host"] = _compare(plain, rail="local")
+        out["another host, rails"] = _compare(plain, strict=True)
+        out["another host, rails for GPUs"] = _compare(plain, rail="nccl_rma")
     with file_size_limit(1 << 20, rank == 0):
         out["no room"] = _compare(plain)
         out["no room, strict"] = _strictly(plain)
@@ -392,6 +394,7 @@ def job() -> list[dict[str, Any]]:
     ("name", "code", "words"),
     [
         ("another host", "TIDE-F020", "ranks 0 and 1 cannot share memory: they run on different hosts"),
+        ("another host, rails for GPUs", "TIDE-F028", "nccl_rma is for GPU ranks"),
         ("no room", "TIDE-F021", "rank 0: "),
         ("no mapping", "TIDE-F021", "rank 1: OSError: [Errno 12] Cannot allocate memory"),
         ("no address space", "TIDE-F021", "rank 1: OSError: [Errno 12] Cannot allocate memory"),
@@ -422,7 +425,7 @@ def test_the_shortage_of_memory_is_told_in_bytes(job: list[dict[str, Any]]) -> N
         assert "are available" in reason
 
 
-@pytest.mark.parametrize("name", ["right topology", "nodes", "known torch", "frozen half"])
+@pytest.mark.parametrize("name", ["right topology", "nodes", "another host, rails", "known torch", "frozen half"])
 def test_what_is_no_fallback_passes_strictly(job: list[dict[str, Any]], name: str) -> None:
     for result in job:
         assert result[name]["equal"]
@@ -501,8 +504,8 @@ def test_a_call_that_cannot_runs_as_stock_and_is_counted(
 def test_every_code_that_a_cpu_can_provoke_is_provoked_here() -> None:
     provoked = {code for code, *_ in [*TWO_RANKS.values(), *FOUR_RANKS.values()]}
     provoked |= {"TIDE-F010", "TIDE-F014", "TIDE-F030", "TIDE-F031", "TIDE-F101"}
-    provoked |= {"TIDE-F020", "TIDE-F021", "TIDE-F022", "TIDE-F024"}
-    provoked |= {"TIDE-F026"}  # test_calibration.py
+    provoked |= {"TIDE-F020", "TIDE-F021", "TIDE-F022", "TIDE-F024", "TIDE-F028"}
+    provoked |= {"TIDE-F026", "TIDE-F027"}  # test_calibration.py; test_rails.py, which has hosts
     # F009, F016, F017, F018 and F023 need another device (tests/unit/test_eligibility.py has F017 and F018); FSDP2
     # makes no group without parameters (F011); F102 and F103 are the guards' own (tests/unit/test_guards.py) and take
     # the path that F101 takes here.

@@ -19,6 +19,7 @@ from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.exchange import process_group_exchange
 from tide_strategies.runtime.group import GroupCollectives, needed_memory
+from tide_strategies.runtime.rails.p2p import P2PRail, open_rail
 from tide_strategies.runtime.slots import SlotRing
 from tide_strategies.topology import Topology
 
@@ -34,15 +35,19 @@ def _padded(full: torch.Tensor, layout: GroupLayout, p: int) -> torch.Tensor:
     return out
 
 
-def _runs(rank: int, world: int, topology: Topology) -> None:
+def _runs(rank: int, world: int, where: tuple[Topology, str]) -> None:
+    topology, rail = where
     for chunk_bytes in (128, 512 * 1024):
-        _run(rank, world, topology, chunk_bytes)
+        messages = None
+        if rail == "p2p":
+            messages = open_rail(dist.group.WORLD, topology, rank, f"chunks of {chunk_bytes}", 30.0)
+        _run(rank, world, topology, chunk_bytes, messages)
 
 
-def _run(rank: int, world: int, topology: Topology, chunk_bytes: int) -> None:
+def _run(rank: int, world: int, topology: Topology, chunk_bytes: int, rail: P2PRail | None) -> None:
     """All-gathers and reduce-scatters of two groups in turn, through every reuse of banks, stages and inboxes."""
     exchange = process_group_exchange(dist.group.WORLD, 30.0, "the test")
-    engine = Engine(exchange, rank, topology, slots=2, timeout_s=30.0)
+    engine = Engine(exchange, rank, topology, slots=2, timeout_s=30.0, rail=rail)
     dtype, item = torch.bfloat16, Item.BF16
     layouts = [GroupLayout(tuple(ParamShape.of(s, 2) for s in sizes), world) for sizes in (SIZES, SIZES[:2])]
     ring = SlotRing(lambda: engine.add_slot(max(x.landing_bytes for x in layouts), "ring"), 2)
@@ -84,10 +89,13 @@ def _run(rank: int, world: int, topology: Topology, chunk_bytes: int) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("topology", ["2x2", "4x1", "3x1", "3x2", "2x4", "8x1"])
-def test_collectives_are_right_on_every_topology(topology: str) -> None:
+@pytest.mark.parametrize(
+    ("topology", "rail"),
+    [(t, "local") for t in ("2x2", "4x1", "3x1", "3x2", "2x4", "8x1")] + [(t, "p2p") for t in ("2x1", "2x2", "3x1")],
+)
+def test_collectives_are_right_on_every_topology(topology: str, rail: str) -> None:
     nodes, local = map(int, topology.split("x"))
-    launch(nodes * local, _runs, Topology(nodes, local))
+    launch(nodes * local, _runs, (Topology(nodes, local), rail))
 
 
 TRAINED = [

@@ -24,6 +24,8 @@ PLACED = Counter("placed")
 FORWARDED = Counter("forwarded")
 #: Of the writer to itself, between its streams: the own stage may be used again.
 RELEASED = Counter("released")
+#: In no schedule; of a rail that sends beside the streams: so many puts to the writer have been read at their source.
+RAILED = Counter("railed")
 
 
 def sent(bank: int) -> Counter:

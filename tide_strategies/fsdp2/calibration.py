@@ -24,8 +24,10 @@ from tide_strategies.fsdp2.access import unsharded_dtype
 from tide_strategies.fsdp2.connect import Member
 from tide_strategies.fsdp2.eligibility import REDUCIBLE
 from tide_strategies.planner import calibrate as plans
+from tide_strategies.runtime import bootstrap
 from tide_strategies.runtime.exchange import Exchange, exchange_json, process_group_exchange
 from tide_strategies.runtime.group import Tally
+from tide_strategies.runtime.hosts import hosts_of
 
 _log = logging.getLogger("tide_strategies")
 
@@ -66,6 +68,8 @@ def calibrate(ranks: dist.ProcessGroup, members: Sequence[Member], config: TideC
     exchange = process_group_exchange(ranks, config.timeout_s, "the calibration of collectives")
     keys = [plans.geometry(m.layout, *_details(m.group)) for m in members]
     facts = _facts(ranks, members[0].group.device, config)
+    hosts = hosts_of(exchange_json(exchange, bootstrap.host_identity()))
+    facts["hosts"] = str([len(host) for host in hosts])
     where = plans.folder(config.calibration.cache)
     known = _known(exchange, ranks.rank(), facts, where)
     todo: dict[str, Member] = {}  # one group of each kind, the largest kinds first
@@ -128,6 +132,7 @@ def _facts(ranks: dist.ProcessGroup, device: torch.device, config: TideConfig) -
         "ranks": str(ranks.size()),
         "backend": str(dist.get_backend(ranks)),
         "topology": str(config.topology),
+        "rail": config.rail,
         "all_gather": str(config.all_gather),
         "reduce_scatter": str(config.reduce_scatter),
         "threads": str(torch.get_num_threads()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,9 +16,12 @@ from tide_strategies.fsdp2.cpu_path import CpuPath
 from tide_strategies.fsdp2.eligibility import shard_item
 from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors
 from tide_strategies.layout import GroupLayout, align
+from tide_strategies.runtime import bootstrap
 from tide_strategies.runtime.engine import Engine
-from tide_strategies.runtime.exchange import Exchange, process_group_exchange
+from tide_strategies.runtime.exchange import Exchange, exchange_json, process_group_exchange
 from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, GroupCollectives, needed_memory
+from tide_strategies.runtime.hosts import place
+from tide_strategies.runtime.rails.p2p import P2PRail, open_rail
 from tide_strategies.runtime.slots import Slot, SlotRing
 from tide_strategies.topology import Topology
 
@@ -56,9 +60,12 @@ def connect(ranks: dist.ProcessGroup, members: Sequence[Member], config: TideCon
 
 
 def _connect_cpu(exchange: Exchange, ranks: dist.ProcessGroup, members: Sequence[Member], config: TideConfig) -> Engine:
-    size, chunk_bytes = ranks.size(), _chunk_bytes(config, AUTO_CHUNK_BYTES)
-    slots, topology = len(members) + config.all_gather.slots, stated_topology(config, size)
-    engine = Engine(exchange, ranks.rank(), topology, slots=slots, timeout_s=config.timeout_s)
+    chunk_bytes = _chunk_bytes(config, AUTO_CHUNK_BYTES)
+    slots = len(members) + config.all_gather.slots
+    placement = place(exchange_json(exchange, bootstrap.host_identity()), stated_topology(config), config.rail)
+    topology = placement.topology
+    rail = _open_rail(exchange, ranks, topology, config.timeout_s) if placement.rail == "p2p" else None
+    engine = Engine(exchange, ranks.rank(), topology, slots=slots, timeout_s=config.timeout_s, rail=rail)
     try:
         homes = _homes(engine, members, config)
         engine.reserve(needed_memory((m.layout for m in members), topology, ranks.rank(), chunk_bytes))
@@ -124,10 +131,28 @@ def _connect_cuda(
     return engine
 
 
-def stated_topology(config: TideConfig, ranks: int) -> Topology:
-    """The topology of a sharding group of this host: one node, or the virtual nodes that the user states."""
+def _open_rail(exchange: Exchange, ranks: dist.ProcessGroup, topology: Topology, timeout_s: float) -> P2PRail:
+    """Connect this rank's rail; on every rank, or with a TideArenaError on each."""
+    name = exchange_json(exchange, secrets.token_hex(16))[0]
+    rail, error = None, None
+    try:
+        rail = open_rail(ranks, topology, ranks.rank(), str(name), timeout_s)
+    except (RuntimeError, ValueError, AttributeError) as e:  # AttributeError: a torch that keeps its store to itself
+        error = f"{type(e).__name__}: {e}"
+    try:
+        bootstrap.agree(exchange, ranks.rank(), error, "connecting the rails", code="TIDE-F028")
+        assert rail is not None
+    except BaseException:
+        if rail is not None:
+            rail.close()
+        raise
+    return rail
+
+
+def stated_topology(config: TideConfig) -> Topology | None:
+    """The topology that the user states, if any: hosts are then not looked for, but nodes must be within them."""
     stated = config.topology
-    return Topology(stated.nodes, stated.gpus_per_node) if isinstance(stated, TopologyConfig) else Topology(1, ranks)
+    return Topology(stated.nodes, stated.gpus_per_node) if isinstance(stated, TopologyConfig) else None
 
 
 def _chunk_bytes(config: TideConfig, auto: int) -> int:

@@ -31,14 +31,13 @@ _log = logging.getLogger("tide_strategies")
 
 #: Options that change nothing on this kind of device, or nothing yet.
 _WITHOUT_EFFECT = {
-    "rail",
     "debug.trace",
     "all_gather.multicast",
     "reduce_scatter.landing_ctas",
     "reduce_scatter.round_width",
     "reduce_scatter.passes",
 }
-_WITHOUT_EFFECT_ON = {"cpu": {"reduce_scatter.mode", "reduce_scatter.sum_ctas"}}
+_WITHOUT_EFFECT_ON = {"cpu": {"reduce_scatter.mode", "reduce_scatter.sum_ctas"}, "cuda": {"rail"}}
 
 
 def options_without_effect(*devices: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share, handed out piece by piece."""
+"""Memory that the ranks of one host share, handed out piece by piece, on every host alike."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ class SharedArena:
     Attributes:
         native: the native arena, for mappings, windows and calls.
         rank: this rank's place among the arena's ranks.
-        size: how many ranks share the arena.
+        size: how many ranks there are, on all hosts together.
+        host: the ranks that share this arena.
         counters: how many counters it has.
         host_pids: the process id of every rank.
     """
 
-    def __init__(self, native: Arena, exchange: Exchange, rank: int, size: int, counters: int, pids: list[int]) -> None:
+    def __init__(
+        self, native: Arena, exchange: Exchange, rank: int, host: range, size: int, counters: int, pids: list[int]
+    ) -> None:
         self._native: Arena | None = native
         self._exchange = exchange
         self.rank = rank
+        self.host = host
         self.size = size
         self.counters = counters
         self.host_pids = pids
@@ -38,42 +42,49 @@ class SharedArena:
         self._parts = {"control": native.control_bytes}
 
     @classmethod
-    def create(cls, exchange: Exchange, rank: int, size: int, counters: int, timeout_s: float) -> SharedArena:
-        """Create the arena on rank 0, attach the other ranks, and let each watch all others. Collective.
+    def create(
+        cls, exchange: Exchange, rank: int, size: int, counters: int, timeout_s: float, host_ranks: int = 0
+    ) -> SharedArena:
+        """Create an arena on the first rank of each host, attach its other ranks, and let these watch each other.
+
+        Collective among the ranks of all hosts.
 
         Args:
             exchange: all-gathers a small payload among the ``size`` ranks, in rank order.
             rank: this rank, from 0.
-            size: number of ranks, all on this host.
-            counters: number of counters, each with one cell per writing rank.
+            size: number of ranks, on all hosts together.
+            counters: number of counters, each with one cell per writing rank, whichever host that is on.
             timeout_s: bound on passing the descriptor around; ``exchange`` brings its own.
+            host_ranks: consecutive ranks of each host; 0 if all are on one host.
 
         Raises:
-            TideArenaError: on every rank alike: the ranks are not on one host, or some rank could not create,
+            TideArenaError: on every rank alike: the ranks of a host are not on one host, or some rank could not create,
                 fetch, map or watch; with the words of each that failed.
         """
+        host_ranks = host_ranks or size
+        host = range(rank - rank % host_ranks, rank - rank % host_ranks + host_ranks)
         created: list[Arena] = []
 
         def create_file() -> int:
-            created.append(Arena.create(size, 0, counters))
+            created.append(Arena.create(size, rank, counters))
             return created[0].fd
 
-        fd, identities = share_fd(exchange, rank, size, timeout_s, create_file)
+        fd, identities = share_fd(exchange, rank, size, timeout_s, create_file, host_ranks)
         pids = [int(identity["pid"]) for identity in identities]
         native, error = None, None
         try:
-            native = created[0] if rank == 0 else Arena.attach(fd, size, rank, counters)
-            for peer, pid in enumerate(pids):
+            native = created[0] if rank == host[0] else Arena.attach(fd, size, rank, counters)
+            for peer in host:
                 if peer != rank:
-                    native.watch(peer, pid)
+                    native.watch(peer, pids[peer])
         except (OSError, ValueError) as e:
             error = f"{type(e).__name__}: {e}"
         finally:
-            if rank != 0:
+            if rank != host[0]:
                 os.close(fd)  # attach has made its own
         agree(exchange, rank, error, "attaching to the shared arena")
         assert native is not None
-        return cls(native, exchange, rank, size, counters, pids)
+        return cls(native, exchange, rank, host, size, counters, pids)
 
     @property
     def native(self) -> Arena:
@@ -106,7 +117,7 @@ class SharedArena:
         native, offset = self.native, self._end
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         error = None
-        if self.rank == 0:  # one rank is enough: the others map what is already there
+        if self.rank == self.host[0]:  # one rank is enough: the others map what is already there
             try:
                 native.reserve(offset, size)
             except OSError as e:
@@ -122,7 +133,7 @@ class SharedArena:
                         "Every rank must set up the same groups in the same order."
                     )
         except BaseException:
-            if self.rank == 0:
+            if self.rank == self.host[0]:
                 native.release(offset, size)
             raise
         self._end += size

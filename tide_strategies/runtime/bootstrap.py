@@ -61,37 +61,51 @@ def agree(
     return [reply["facts"] for reply in replies]
 
 
-def check_one_host(identities: list[dict[str, Any]]) -> None:
-    """Raise TideArenaError unless all ranks can share memory; every rank sees the same identities.
-
-    Raises:
-        TideArenaError: naming the first rank that differs from rank 0, and in what.
-    """
-    first = identities[0]
-    same_machine = "boot_id" if first.get("boot_id") is not None else "hostname"
+def apart(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, str] | None:
+    """In which fact two ranks' identities differ so that they cannot share memory, and the words for it."""
+    same_machine = "boot_id" if one.get("boot_id") is not None else "hostname"
     for key, words in (
         (same_machine, "they run on different hosts"),
         ("pid_namespace", "they are in different containers (pid namespaces)"),
         ("net_namespace", "they are in different network namespaces"),
         ("uid", "they run as different users"),
     ):
-        for rank, other in enumerate(identities):
-            if other.get(key) != first.get(key):
-                raise TideArenaError(
-                    f"TIDE: ranks 0 and {rank} cannot share memory: {words} ({key} {first.get(key)} on "
-                    f"{first.get('hostname')}, {other.get(key)} on {other.get('hostname')}). Ranks of one node must "
-                    "run on one host, in one container, as one user; use the stock collectives otherwise."
-                )
+        if other.get(key) != one.get(key):
+            return key, words
+    return None
+
+
+def check_one_host(identities: list[dict[str, Any]], first: int = 0) -> None:
+    """Raise TideArenaError unless all ranks can share memory; every rank sees the same identities.
+
+    Args:
+        identities: of consecutive ranks.
+        first: the first of these ranks.
+
+    Raises:
+        TideArenaError: naming the first rank that differs from rank ``first``, and in what.
+    """
+    one = identities[0]
+    for rank, other in enumerate(identities, first):
+        difference = apart(one, other)
+        if difference is not None:
+            key, words = difference
+            raise TideArenaError(
+                f"TIDE: ranks {first} and {rank} cannot share memory: {words} ({key} {one.get(key)} on "
+                f"{one.get('hostname')}, {other.get(key)} on {other.get('hostname')}). Ranks of one node must "
+                "run on one host, in one container, as one user; use the stock collectives otherwise."
+            )
 
 
 def share_fd(
-    exchange: Exchange, rank: int, size: int, timeout_s: float, create: Callable[[], int]
+    exchange: Exchange, rank: int, size: int, timeout_s: float, create: Callable[[], int], host_ranks: int = 0
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Pass a file descriptor from rank 0 to all other ranks of this host.
+    """Pass a file descriptor from the first rank of each host to its other ranks.
 
-    ``create`` runs on rank 0 alone and returns a descriptor, which stays rank 0's. The others get one of their
-    own, to close when done. It travels over a socket in the abstract namespace (no file, gone with the process)
-    whose name is 128 random bits; both sides check the other's user and a random token.
+    ``create`` runs on that first rank alone (rank 0 if all are on one host) and returns a descriptor, which stays
+    that rank's. The others get one of their own, to close when done. It travels over a socket in the abstract
+    namespace (no file, gone with the process) whose name is 128 random bits; both sides check the other's user and a
+    random token. ``host_ranks`` consecutive ranks are on each host; 0 means all.
 
     Returns:
         The descriptor, and every rank's :func:`host_identity`.
@@ -99,13 +113,16 @@ def share_fd(
     Raises:
         TideArenaError: on all ranks alike, whichever rank failed.
     """
+    host_ranks = host_ranks or size
+    root = rank - rank % host_ranks
+    here = range(root, root + host_ranks)
     token = secrets.token_bytes(_TOKEN_BYTES)
-    name = secrets.token_bytes(16) if rank == 0 else b""
+    name = secrets.token_bytes(16) if rank == root else b""
     listener, fd, error = None, -1, None
-    if rank == 0:
+    if rank == root:
         try:
             fd = create()
-            listener = _listen(name, size) if size > 1 else None
+            listener = _listen(name, host_ranks) if host_ranks > 1 else None
         except Exception as e:
             error = _words(e)
     received = -1
@@ -113,14 +130,15 @@ def share_fd(
         facts = {"identity": host_identity(), "token": token.hex(), "name": name.hex()}
         replies = agree(exchange, rank, error, "creating the shared arena", facts)
         identities = [reply["identity"] for reply in replies]
-        check_one_host(identities)
-        tokens = [bytes.fromhex(reply["token"]) for reply in replies]
+        for first in range(0, size, host_ranks):
+            check_one_host(identities[first : first + host_ranks], first)
+        tokens = {r: bytes.fromhex(replies[r]["token"]) for r in here}
         deadline = time.monotonic() + timeout_s  # from here, where all ranks are known to have come
         try:
             if listener is not None:
-                _serve(listener, fd, tokens, deadline)
-            elif rank != 0:
-                received = _receive(bytes.fromhex(replies[0]["name"]), rank, tokens, deadline)
+                _serve(listener, fd, root, tokens, deadline)
+            elif rank != root:
+                received = _receive(bytes.fromhex(replies[root]["name"]), rank, root, tokens, deadline)
         except Exception as e:
             error = _words(e)
         agree(exchange, rank, error, "passing the shared arena on")
@@ -131,7 +149,7 @@ def share_fd(
     finally:
         if listener is not None:
             listener.close()
-    return (fd if rank == 0 else received), identities
+    return (fd if rank == root else received), identities
 
 
 def _listen(name: bytes, backlog: int) -> socket.socket:
@@ -145,9 +163,9 @@ def _listen(name: bytes, backlog: int) -> socket.socket:
     return listener
 
 
-def _serve(listener: socket.socket, fd: int, tokens: list[bytes], deadline: float) -> None:
+def _serve(listener: socket.socket, fd: int, root: int, tokens: dict[int, bytes], deadline: float) -> None:
     """Send ``fd`` to every other rank; whoever cannot prove to be one is dropped and does not count."""
-    waiting = set(range(1, len(tokens)))
+    waiting = tokens.keys() - {root}
     while waiting:
         listener.settimeout(_left(deadline, f"rank(s) {sorted(waiting)} did not fetch the descriptor"))
         try:
@@ -160,7 +178,7 @@ def _serve(listener: socket.socket, fd: int, tokens: list[bytes], deadline: floa
             try:
                 connection.settimeout(min(_PER_CONNECTION_S, _left(deadline, "no time left")))
                 sent, peer = _HELLO.unpack(_read_exactly(connection, _HELLO.size))
-                if peer not in waiting or not hmac.compare_digest(sent, tokens[0]):
+                if peer not in waiting or not hmac.compare_digest(sent, tokens[root]):
                     continue
                 socket.send_fds(connection, [tokens[peer]], [fd])
             except (OSError, EOFError):
@@ -168,18 +186,18 @@ def _serve(listener: socket.socket, fd: int, tokens: list[bytes], deadline: floa
             waiting.discard(peer)
 
 
-def _receive(name: bytes, rank: int, tokens: list[bytes], deadline: float) -> int:
+def _receive(name: bytes, rank: int, root: int, tokens: dict[int, bytes], deadline: float) -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         while True:
-            connection.settimeout(_left(deadline, "rank 0 did not accept the connection"))
+            connection.settimeout(_left(deadline, f"rank {root} did not accept the connection"))
             try:
                 connection.connect(b"\0tide-" + name.hex().encode())
                 break
             except BlockingIOError:
                 time.sleep(0.01)  # the queue of connections is full
         if _peer_uid(connection) != os.geteuid():
-            raise PermissionError("the socket of rank 0 belongs to another user")
-        connection.sendall(_HELLO.pack(tokens[0], rank))
+            raise PermissionError(f"the socket of rank {root} belongs to another user")
+        connection.sendall(_HELLO.pack(tokens[root], rank))
         connection.settimeout(_left(deadline, "no time left to fetch the descriptor"))
         proof, fds, _, _ = socket.recv_fds(connection, _TOKEN_BYTES, 1)
     if len(fds) == 1 and hmac.compare_digest(proof, tokens[rank]):
@@ -187,7 +205,7 @@ def _receive(name: bytes, rank: int, tokens: list[bytes], deadline: float) -> in
         return fds[0]
     for fd in fds:
         os.close(fd)
-    raise PermissionError("rank 0 did not hand over a descriptor with this rank's token")
+    raise PermissionError(f"rank {root} did not hand over a descriptor with this rank's token")
 
 
 def _peer_uid(connection: socket.socket) -> int:

@@ -22,7 +22,7 @@ class CallBook:
         kinds = [(LANDED, 1), (CONSUMED, 1), (pushed(0), topology.local_ranks)]
         if topology.nodes > 1:
             kinds += [(c, 1) for c in (signals.FILLED, signals.EMPTIED, signals.STAGE_FREE, signals.SUMMED)]
-            kinds += [(c, 1) for c in (signals.PLACED, signals.FORWARDED, signals.RELEASED)]
+            kinds += [(c, 1) for c in (signals.PLACED, signals.FORWARDED, signals.RELEASED, signals.RAILED)]
             kinds += [(signals.sent(0), 2), (signals.arrived(0), topology.nodes), (signals.credit(0), topology.nodes)]
             kinds += [(signals.gathered(0), steps), (signals.clear(0), steps)]
         kinds.append((VACATED, slots))

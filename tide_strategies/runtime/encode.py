@@ -7,7 +7,7 @@ an index into the call's list of base addresses: inputs first, in order, then wh
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +62,15 @@ class Encoded:
     operations: tuple[Op, ...]
 
 
-def encode(schedule: Schedule, inputs: int, program_type: Callable[..., Any] = _native.Program) -> Encoded:
+def encode(
+    schedule: Schedule,
+    inputs: int,
+    program_type: Callable[..., Any] = _native.Program,
+    named: Sequence[Ref | Counter] = (),
+) -> Encoded:
     """Encode ``schedule``, whose calls pass ``inputs`` INPUT addresses, for an executor's ``program_type``.
+
+    ``named`` is memory and counters that the caller uses beside the table: they get numbers too.
 
     Raises:
         ValueError: if the schedule waits for an event that no earlier stream records, or names an input it has not.
@@ -78,6 +85,8 @@ def encode(schedule: Schedule, inputs: int, program_type: Callable[..., Any] = _
             table.add(op)
         lanes.append(streams.setdefault(name, len(streams)))
         ranges.append((first, len(table.operations) - first))
+    for used in named:
+        table.base(used) if isinstance(used, Ref) else table.counter(used)
     advance = [(table.counter(c), writer, amount) for (c, writer), amount in schedule.advance.items()]
     program = program_type(
         table.words.tobytes(),

@@ -7,14 +7,17 @@ groups get their collectives from it (``runtime/group.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tide_strategies import _native
+from tide_strategies.collectives import signals
 from tide_strategies.collectives.schedule import SELF, Schedule, Space
 from tide_strategies.runtime import autopsy
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.encode import Encoded, encode
 from tide_strategies.runtime.failure import failure
+from tide_strategies.runtime.rails.rail import Rail
 from tide_strategies.runtime.slots import Landing, Slot
 from tide_strategies.topology import Topology
 
@@ -23,14 +26,15 @@ ABORT_FAILURE, ABORT_CLOSED = 1, 2
 
 
 class Engine:
-    """Shared memory and call order of one process group on one host.
+    """Shared memory and call order of one process group.
 
     Args:
         exchange: all-gathers a small payload among the ranks, in rank order.
         rank: this rank in the group.
-        topology: all ranks of the group, on one node or on several virtual ones of this host.
+        topology: all ranks of the group. Without a rail they share one arena: one node, or several virtual ones.
         slots: upper bound on landing slots (ring and pinned together), which sizes the counter table.
         timeout_s: bound of every wait.
+        rail: connects the nodes; then the ranks of each node share an arena of their own. The engine closes it.
 
     Raises:
         TideArenaError: on every rank, if shared memory cannot be set up between them.
@@ -44,18 +48,26 @@ class Engine:
         *,
         slots: int,
         timeout_s: float,
+        rail: Rail | None = None,
     ) -> None:
-        self.rank, self.topology, self.timeout_s = rank, topology, timeout_s
+        self.rank, self.topology, self.timeout_s, self.rail = rank, topology, timeout_s, rail
         self.book = CallBook(topology, slots)
         self._slots_used = 0
-        self.arena = SharedArena.create(exchange, rank, topology.ranks, self.book.counters, timeout_s)
+        host_ranks = topology.ranks if rail is None else topology.local_ranks
+        try:
+            self.arena = SharedArena.create(exchange, rank, topology.ranks, self.book.counters, timeout_s, host_ranks)
+        except BaseException:
+            self._close_rail()
+            raise
         self._reductions = 0
-        self._memory: dict[tuple[Space, int], list[_native.Mapping]] = {}
+        self._memory: dict[tuple[Space, int], dict[int, _native.Mapping]] = {}
+        self._regions: dict[tuple[Space, int], int] = {}
 
     def add_slot(self, nbytes: int, part: str) -> Slot:
         """Make a landing slot of ``nbytes`` on every rank, counted as ``part`` of the arena."""
         # The ranks of a node share it. A landing has an address even where nothing lands.
-        offsets = [self.arena.grow(max(nbytes, 1), part=part) for _ in range(self.topology.nodes)]
+        nodes = dict.fromkeys(self.topology.node_of(r) for r in self.arena.host)
+        offsets = {node: self.arena.grow(max(nbytes, 1), part=part) for node in nodes}
         self._slots_used += 1
         return Slot(self._slots_used - 1, (self.arena.native, offsets[self.topology.node_of(self.rank)]))
 
@@ -64,11 +76,22 @@ class Engine:
         return Landing(_native.Window(max(nbytes, 1)))
 
     def reserve(self, memory: Mapping[tuple[Space, int], int]) -> None:
-        """Reserve what schedules need beside their arguments, for every rank and mapped by all. Called once."""
+        """Reserve what schedules need beside their arguments, for every rank and mapped by all. Called once.
+
+        From then on the rail may bring what peers send.
+        """
         for (space, index), nbytes in sorted(memory.items(), key=lambda item: (item[0][0].value, item[0][1])):
-            offsets = [self.arena.grow(nbytes, part=space.value) for _ in range(self.topology.ranks)]
-            maps = [_native.Mapping(self.arena.native, offset, nbytes) for offset in offsets]
+            offsets = {r: self.arena.grow(nbytes, part=space.value) for r in self.arena.host}
+            maps = {r: _native.Mapping(self.arena.native, offset, nbytes) for r, offset in offsets.items()}
+            self._regions[space, index] = len(self._memory)
             self._memory[space, index] = maps
+        if self.rail is not None:
+            own = [(maps[self.rank].address, maps[self.rank].bytes) for maps in self._memory.values()]
+            self.rail.start(self.arena.native, own, self.book.counter(signals.RAILED))
+
+    def region(self, space: Space, index: int) -> int:
+        """Number of memory that was reserved, alike on all ranks."""
+        return self._regions[space, index]
 
     def next_bank(self) -> int:
         """The bank of the next reduction across nodes: they alternate, whichever groups they belong to."""
@@ -77,7 +100,11 @@ class Engine:
 
     def collective(self, schedule: Schedule, inputs: int, label: str) -> Collective:
         """Make a schedule callable. ``label`` names it in messages, for example "all-gather of 'blocks.3'"."""
-        return Collective(self, encode(schedule, inputs), label)
+        if self.rail is None:
+            return Collective(self, encode(schedule, inputs), label)
+        from tide_strategies.runtime.rails.collective import RailCollective  # it builds on this module
+
+        return RailCollective(self, schedule, inputs, label)
 
     def address(self, space: Space, index: int, at: int) -> int:
         """Address in this process of memory that was reserved, of rank ``at`` (or SELF)."""
@@ -93,6 +120,7 @@ class Engine:
             peer_call=f"call {outcome.peer_seq}: {self.book.label(outcome.peer_tag)}",
             timeout_s=self.timeout_s,
             aborted=self.arena.native.aborted(),
+            gone=None if self.rail is None else self.rail.words(outcome.writer),
         )
         wait = {
             "call": label,
@@ -110,16 +138,23 @@ class Engine:
             waits=[wait] if outcome.op >= 0 and outcome.writer >= 0 else [],
         )
         self.arena.native.abort(ABORT_FAILURE, str(error).encode()[:400])
+        if self.rail is not None:
+            self.rail.abort()
         raise error
 
     def bytes_by_part(self) -> dict[str, int]:
-        """Shared memory by part; it exists once for all ranks of the host."""
+        """Shared memory by part; it exists once for all ranks of the host (of the node, with a rail)."""
         return self.arena.bytes_by_part()
 
     def close(self) -> None:
         """Release the arena. Tensors that still show its memory keep their own part of it alive."""
+        self._close_rail()
         self._memory.clear()
         self.arena.close()
+
+    def _close_rail(self) -> None:
+        if self.rail is not None:
+            self.rail.close()
 
 
 class Collective:
@@ -145,12 +180,12 @@ class Collective:
     def _counters(self, slot: int = 0) -> list[int]:
         return [self._engine.book.counter(c, slot) for c in self._encoded.counters]
 
-    def begin(self, inputs: Sequence[int], others: Sequence[int], tag: int, slot: int) -> _native.Call:
+    def begin(self, inputs: Sequence[int], others: Sequence[int], tag: int, slot: int) -> Any:
         """Take the next place in the order of calls, to run stream by stream with :meth:`run`."""
         counters = self._counters(slot)
         return self._encoded.program.begin(self._engine.arena.native, [*inputs, *others], counters, tag, 1.0)
 
-    def run(self, call: _native.Call, stream: str) -> float:
+    def run(self, call: Any, stream: str) -> float:
         """Run one stream of a call; returns the seconds it waited for peers.
 
         Raises:

@@ -17,6 +17,7 @@ def failure(
     peer_call: str,
     timeout_s: float,
     aborted: tuple[int, int, bytes] | None,
+    gone: str | None = None,
 ) -> TidePeerError | TideMismatchError:
     """The exception for an outcome that is not "ok".
 
@@ -28,6 +29,7 @@ def failure(
         peer_call: what the awaited peer was last seen in, in words.
         timeout_s: the configured bound.
         aborted: the arena's abort record, if a peer left one.
+        gone: why the awaited peer, on another host, sends nothing more, if that is known.
     """
     waiting = (
         f"rank {rank} in {call} (operation {outcome.op}) awaits {counter} of rank {outcome.writer}: "
@@ -45,7 +47,9 @@ def failure(
             f"{peer_call}. Every rank must run the same modules in the same order. {_WHERE}"
         )
     if outcome.status == "peer_dead":
-        return TidePeerError(f"TIDE: rank {outcome.writer} is dead: {waiting}; it was last in {peer_call}. {_WHERE}")
+        return TidePeerError(
+            f"TIDE: rank {outcome.writer} {gone or 'is dead'}: {waiting}; it was last in {peer_call}. {_WHERE}"
+        )
     return TideTimeoutError(
         f"TIDE: no progress within timeout_s={timeout_s:g}: {waiting}; that rank was last in {peer_call}. If it only "
         f"needs longer (a slow data loader, a checkpoint), raise timeout_s. {_WHERE}"

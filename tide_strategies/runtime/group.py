@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tide_strategies import _native
 from tide_strategies.collectives.all_gather import all_gather, reuse
@@ -165,7 +166,7 @@ class GroupCollectives(LandingGroup):
         self._landing_address = self._all_gather.addresses(landing=self.landing.window.address)
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
         self._reductions: dict[tuple[tuple[int, ...], Item, Item, int], _Reduction] = {}
-        self._running: tuple[Collective, _native.Call] | None = None
+        self._running: tuple[Collective, Any] | None = None
 
     def issue(self, shards: Sequence[int], versions: tuple[int, ...] | None = None) -> None:
         """Write this rank's shards, given by address, into the landing of every rank (all-gather, first half).

@@ -1,0 +1,87 @@
+"""Which ranks are on one host, and what topology and rail follow from that.
+
+Everything is decided from the ranks' identities (``bootstrap.host_identity``), which all ranks know, so that all
+decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tide_strategies.errors import TideArenaError
+from tide_strategies.runtime.bootstrap import apart, check_one_host
+from tide_strategies.topology import Topology
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the ranks of a group are.
+
+    Args:
+        topology: its nodes; the ranks of one node share memory.
+        rail: what connects the nodes: memory that they share too, or messages.
+    """
+
+    topology: Topology
+    rail: Literal["local", "p2p"]
+
+
+def hosts_of(identities: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Ranks by host, where a host is what its ranks can share memory on; in the order of their first ranks."""
+    hosts: list[list[int]] = []
+    for rank, identity in enumerate(identities):
+        home = next((h for h in hosts if apart(identities[h[0]], identity) is None), None)
+        if home is None:
+            hosts.append([rank])
+        else:
+            home.append(rank)
+    return hosts
+
+
+def found_topology(identities: Sequence[dict[str, Any]]) -> Topology:
+    """The topology that the hosts of the ranks form.
+
+    Raises:
+        TideArenaError: on every rank alike, with code TIDE-F027: hosts with different numbers of ranks, or whose ranks
+            are not consecutive.
+    """
+    hosts = hosts_of(identities)
+    words = {h[0]: identities[h[0]].get("hostname") for h in hosts}
+    for host in hosts:
+        if len(host) != len(hosts[0]):
+            raise TideArenaError(
+                f"host {words[host[0]]} has {len(host)} of the ranks, host {words[0]} has {len(hosts[0])}", "TIDE-F027"
+            )
+        if host != list(range(host[0], host[0] + len(host))):
+            raise TideArenaError(f"host {words[host[0]]} has ranks {host}, which are not consecutive", "TIDE-F027")
+    return Topology(len(hosts), len(hosts[0]))
+
+
+def place(identities: Sequence[dict[str, Any]], stated: Topology | None, rail: str) -> Placement:
+    """Choose topology and rail of CPU ranks.
+
+    Args:
+        identities: of all ranks, in order.
+        stated: the topology that the user states; its nodes may be smaller than hosts.
+        rail: option ``rail``. "local" is memory that all ranks share; "auto" takes it where all ranks can.
+
+    Raises:
+        TideArenaError: on every rank alike: the hosts form no topology (TIDE-F027), the ranks of a node cannot share
+            memory (TIDE-F020), or the rail is not for CPU ranks (TIDE-F028).
+    """
+    everyone = list(identities)
+    if rail == "local":
+        check_one_host(everyone)
+    topology = stated or found_topology(identities)
+    if topology.nodes == 1:
+        check_one_host(everyone)
+        return Placement(topology, "local")
+    if rail == "nccl_rma":
+        raise TideArenaError("rail: nccl_rma is for GPU ranks, and these are CPU ranks", "TIDE-F028")
+    if rail == "local" or (rail == "auto" and len(hosts_of(identities)) == 1):
+        return Placement(topology, "local")
+    for first in range(0, topology.ranks, topology.local_ranks):
+        check_one_host(everyone[first : first + topology.local_ranks], first)
+    return Placement(topology, "p2p")
