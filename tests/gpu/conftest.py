@@ -2,13 +2,23 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # inherited by the ranks; read when CUDA starts
-os.environ.setdefault("TIDE_PLAN", "tide")  # what plan: auto chooses depends on the machine
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))  # the harness and the models
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    """For this process and the ranks that it starts, and not for the tests of other folders."""
+    needed = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # read when CUDA starts
+    if "TIDE_PLAN" not in os.environ:
+        needed["TIDE_PLAN"] = "tide"  # what plan: auto chooses depends on the machine
+    with mock.patch.dict(os.environ, needed):
+        yield
 
 
 def pytest_collection_modifyitems(items):
