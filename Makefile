@@ -75,9 +75,9 @@ demo: setup ## Train a small GPT with stock FSDP2 and with TIDE; results in demo
 
 test: lint ## Check style and types, then run all tests
 	@echo "==> Running the tests"
-	@# Tests that start ranks of their own need the processors for these; the others run side by side. 5: none chosen.
-	@$(PY) -m pytest -n 2 tests/unit tests/model $(PYTEST_ARGS) || [ $$? = 5 ]
-	@$(PY) -m pytest --ignore tests/unit --ignore tests/model tests $(PYTEST_ARGS) || [ $$? = 5 ]
+	@# Tests that start ranks of their own need the processors for these; the others run side by side. 5: PYTEST_ARGS chose none.
+	@$(PY) -m pytest -n 2 tests/unit tests/model $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
+	@$(PY) -m pytest --ignore tests/unit --ignore tests/model tests $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
 
 lint: setup ## Check style (ruff) and types (mypy)
 	@echo "==> Checking style and types"

@@ -10,10 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import launch
 from models import BF16, Case, build, full_parameters, train
+from test_failures import warnings_of_tide
 
 from tide_strategies import apply_tide
+from tide_strategies.config import TideConfig
 from tide_strategies.fsdp2 import calibration
 from tide_strategies.planner.calibrate import Measured, Timing
 
@@ -185,3 +188,15 @@ def test_a_spoilt_cache_is_measured_anew(tmp_path: Path) -> None:
     for result in launch(2, _spoiled, str(tmp_path)):
         for groups in result.values():
             assert any("(measured)" in words for *_, words in groups.values())
+
+
+def _never(rank: int, world: int, _: None) -> bool:
+    """Gloo ends a process that gives it tensors on a GPU: there calibration must not even begin."""
+    member = mock.Mock(group=mock.Mock(device=torch.device("cuda")))
+    with warnings_of_tide() as warned:
+        found = calibration.calibrate(dist.group.WORLD, [member, member], TideConfig())
+    return found == [None, None] and (len(warned) == 1 and "over gloo" in warned[0] if rank == 0 else warned == [])
+
+
+def test_stock_on_a_gpu_is_timed_over_nccl_alone() -> None:
+    assert launch(2, _never) == [True, True]

@@ -65,6 +65,16 @@ def calibrate(ranks: dist.ProcessGroup, members: Sequence[Member], config: TideC
 
     Collective. Calls leave no trace in the groups' tallies. At least one geometry is measured, whatever the budget.
     """
+    backend = _backend(ranks, members[0].group.device)
+    if members[0].group.device.type == "cuda" and backend != "nccl":
+        # Gloo does not refuse tensors on a GPU: its all-gather and reduce-scatter end the process.
+        if ranks.rank() == 0:
+            _log.warning(
+                "TIDE: stock collectives cannot be timed on GPUs over %s, so plan: auto uses TIDE; plan: tide says so "
+                "without this line",
+                backend,
+            )
+        return [None] * len(members)
     exchange = process_group_exchange(ranks, config.timeout_s, "the calibration of collectives")
     keys = [plans.geometry(m.layout, *_details(m.group)) for m in members]
     facts = _facts(ranks, members[0].group.device, config)
@@ -148,6 +158,12 @@ def _facts(ranks: dist.ProcessGroup, device: torch.device, config: TideConfig) -
     return facts
 
 
+def _backend(ranks: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend of a process group for tensors on a kind of device."""
+    by_device = dict(entry.split(":") for entry in str(dist.get_backend_config(ranks)).split(","))
+    return by_device.get(device.type, "none")
+
+
 def _processor() -> str:
     try:
         with open("/proc/cpuinfo") as file:
@@ -192,7 +208,9 @@ def _measure(exchange: Exchange, ranks: dist.ProcessGroup, member: Member, budge
                 raise
             error = f"{type(e).__name__}: {e}"
         if any(exchange_json(exchange, error)):
-            _log.info("TIDE: stock collectives cannot be timed here (%s)", error)
+            # Alike on all ranks; those without an error of their own were told of one.
+            why = error or "an error on another rank"
+            _log.warning("TIDE: collectives cannot be timed here, so plan: auto uses TIDE (%s)", why)
             return None
         samples: list[list[float]] = [[] for _ in calls]
         while True:

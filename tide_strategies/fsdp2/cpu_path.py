@@ -37,8 +37,8 @@ class CpuPath:
         self.collectives.vacate()
 
     def keep_gradients(self, params: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Never called."""
-        raise NotImplementedError("CPU ranks share their landings")
+        """Leave them where they are."""
+        return gradients
 
     def reduce_scatter(
         self, params: tuple[int, ...], gradients: Sequence[torch.Tensor], output: torch.Tensor, divisor: float
