@@ -60,6 +60,33 @@ class GroupReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlanReport:
+    """How the reduce-scatters of one process group are cut up and staffed, and what that was solved from.
+
+    Args:
+        ranks: of the process group.
+        groups: parameter groups on TIDE's path there.
+        knobs: by name, as the options of the reduce-scatter; a pinned plan may state them.
+        stated: names of the knobs that the options state.
+        source: of the rates: "measured", "cache", or "built in" for this kind of device.
+        rates: by name (``tide_strategies.planner.rates.Rates``), bytes/s and seconds.
+        words: the rates that matter, in words.
+    """
+
+    ranks: int
+    groups: int
+    knobs: dict[str, int]
+    stated: list[str]
+    source: str
+    rates: dict[str, Any]
+    words: str
+
+    def __str__(self) -> str:
+        knobs = ", ".join(f"{k} {v}{' (stated)' if k in self.stated else ''}" for k, v in self.knobs.items())
+        return f"plan of {self.groups} groups on {self.ranks} ranks: {knobs}; rates ({self.source}): {self.words}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TideReport:
     """State of TIDE on this rank.
 
@@ -68,12 +95,14 @@ class TideReport:
         status: one line in words.
         arena_bytes: bytes of shared memory by part ("ring", "pinned", "staging", "control"), counted once a node.
         groups: one entry per parameter group, in module order.
+        plans: one entry per process group whose groups run on TIDE's path.
     """
 
     installed: bool
     status: str
     arena_bytes: dict[str, int] = field(default_factory=dict)
     groups: tuple[GroupReport, ...] = ()
+    plans: tuple[PlanReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dictionaries and lists (JSON-ready)."""
@@ -84,6 +113,7 @@ class TideReport:
         if self.arena_bytes:
             parts = ", ".join(f"{k} {v / 2**20:.1f} MiB" for k, v in self.arena_bytes.items())
             lines.append(f"  shared memory of this node: {parts}")
+        lines += [f"  {plan}" for plan in self.plans]
         for g in self.groups:
             ag, rs = g.all_gather, g.reduce_scatter
             lines.append(

@@ -139,15 +139,20 @@ def test_counts_go_on_from_report_to_report(results: list[dict[str, Any]]) -> No
 def test_a_report_is_json_and_reads_well(results: list[dict[str, Any]]) -> None:
     for result in results:
         report, text = result["turnaround"]["report"], result["turnaround"]["text"]
-        assert json.loads(json.dumps(report)) == {**report, "groups": list(report["groups"])}
+        as_lists = {key: list(report[key]) for key in ("groups", "plans")}
+        assert json.loads(json.dumps(report)) == {**report, **as_lists}
         assert report["installed"] is True
         assert {g["storage"] for g in report["groups"] if g["name"] != ROOT} == {"ring"}
         assert report["groups"][0]["storage"] == "pinned"
         lines = text.splitlines()
         assert lines[0] == "TIDE: 5 of 5 groups accelerated"
         assert lines[1].startswith("  shared memory of this node: ")
-        assert len(lines) == 2 + len(report["groups"])
-        for line, g in zip(lines[2:], report["groups"], strict=True):
+        (plan,) = report["plans"]
+        assert plan["knobs"]["chunk_bytes"] == CHUNK
+        assert lines[2].startswith(f"  plan of 5 groups on 2 ranks: chunk_bytes {CHUNK} (stated), sum_ctas 1, ")
+        assert "rates (built in): push 11.4 GB/s" in lines[2]
+        assert len(lines) == 3 + len(report["groups"])
+        for line, g in zip(lines[3:], report["groups"], strict=True):
             assert line.startswith(f"  {g['name']}: tide (TIDE-OK: eligible), {g['parameters']} parameters, ")
             assert f"{g['all_gather']['calls']} all-gathers ({g['all_gather']['reused']} saved)" in line
             assert f"{g['reduce_scatter']['calls']} reduce-scatters" in line

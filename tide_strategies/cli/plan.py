@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from tide_strategies.cli.tables import gib, table, wrapped
-from tide_strategies.collectives.reduce_scatter import PIECE_ALIGNMENT
 from tide_strategies.config import parse_topology
 from tide_strategies.errors import TideConfigError
-from tide_strategies.layout import align
 from tide_strategies.planner import architectures, calibrate, memory, predict
 from tide_strategies.planner.groups import Group, Model
-from tide_strategies.planner.rates import NAMED, Rates
+from tide_strategies.planner.knobs import Knobs, choose
+from tide_strategies.planner.rates import NAMED, Rates, built_in
 from tide_strategies.planner.sizing import rounds_of, solve
 from tide_strategies.runtime.calls import CallBook
-from tide_strategies.runtime.cuda.group import auto_chunk_bytes, auto_sum_ctas
-from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, needed_memory
+from tide_strategies.runtime.group import needed_memory
 from tide_strategies.topology import Topology
 
 _ABOUT = f"""\
@@ -97,7 +95,7 @@ def load_rates(text: str | None, device: str) -> Rates:
         if where is None:
             raise TideConfigError("--rates calibrated: this user has no home to keep calibrations in")
         try:
-            return calibrate.fitted(*calibrate.newest(where, device), load_rates(None, device))
+            return calibrate.newest(where, device)
         except ValueError as e:
             raise TideConfigError(f"--rates calibrated: {e}; train with plan: auto first") from None
     try:
@@ -126,9 +124,16 @@ def make_plan(model: Model, topology: Topology, rates: Rates, options: argparse.
     """Everything that is printed, as plain values: bytes, seconds, numbers."""
     itemsize = 4 if options.precision == "32-true" else 2
     output = 4 * max(g.layout(topology.ranks).output_items for g in model.groups)
-    kinds = _kinds(model, topology, rates, options.device)
+    # What the runtime will take: from what it measures, or from what is built in.
+    knobs = choose(
+        rates if options.rates else built_in(options.device),
+        topology,
+        [g.layout(topology.ranks) for g in model.groups],
+        options.device,
+    )
+    kinds = _kinds(model, topology, rates, options.device, knobs)
     largest = solve(rates, topology, max(output, 1))
-    arena, method = _arena(model, topology, largest.round_width, options)
+    arena, method = _arena(model, topology, largest.round_width, knobs, options)
     forecast = memory.step(model, topology, arena, mode=options.mode, itemsize=itemsize)
     depth = 0
     if topology.nodes > 1:
@@ -144,6 +149,7 @@ def make_plan(model: Model, topology: Topology, rates: Rates, options: argparse.
         "topology": {"nodes": topology.nodes, "local_ranks": topology.local_ranks, "ranks": topology.ranks},
         "rates": rates.to_dict(),
         "plan": {"mode": options.mode, "outbox_blocks": depth, **asdict(largest), "sum_ctas": kinds[0]["sum_ctas"]},
+        "knobs": knobs.to_dict(),
         "arena": {"bytes": arena, "total": sum(arena.values()), "method": method},
         "memory": {k: v for k, v in asdict(forecast).items() if k != "arena"},
         "groups": kinds,
@@ -154,47 +160,39 @@ def make_plan(model: Model, topology: Topology, rates: Rates, options: argparse.
     }
 
 
-def _chunk_bytes(model: Model, ranks: int, device: str) -> int:
-    """What ``reduce_scatter.chunk_bytes: auto`` is for this model."""
-    if device == "cpu":
-        return AUTO_CHUNK_BYTES
-    layouts = [g.layout(ranks) for g in model.groups]
-    return auto_chunk_bytes(max(sum(x.shard_bytes(p) for p in range(len(x.params))) for x in layouts))
-
-
 def arena_of_cpu_ranks(
-    groups: Sequence[Group], topology: Topology, *, chunk_bytes: int, ring: memory.Ring
+    groups: Sequence[Group], topology: Topology, *, knobs: Knobs, ring: memory.Ring
 ) -> dict[str, int]:
     """Bytes of shared memory by part that CPU ranks of one host will share, by the runtime's own counts."""
-    chunk_bytes = align(chunk_bytes, 2 * PIECE_ALIGNMENT)  # as fsdp2/connect.py
+    layouts = [g.layout(topology.ranks) for g in groups]
     return memory.arena_on_cpu(
         groups,
         topology,
         counters=CallBook(topology, len(groups) + ring.slots).counters,
-        reserved=needed_memory((g.layout(topology.ranks) for g in groups), topology, 0, chunk_bytes),
+        reserved=needed_memory(layouts, topology, 0, knobs.chunk_bytes, knobs.base_plan(topology)),
         ring=ring,
     )
 
 
-def _arena(model: Model, topology: Topology, width: int, options: argparse.Namespace) -> tuple[dict[str, int], str]:
+def _arena(
+    model: Model, topology: Topology, width: int, knobs: Knobs, options: argparse.Namespace
+) -> tuple[dict[str, int], str]:
     groups, ranks, ring = model.groups, topology.ranks, memory.Ring(slots=options.slots)
     if ranks == 1:
         return {}, "one rank has nobody to communicate with"
-    chunk_bytes = _chunk_bytes(model, ranks, options.device)
     if options.device == "cpu":
-        parts = arena_of_cpu_ranks(groups, topology, chunk_bytes=chunk_bytes, ring=ring)
+        parts = arena_of_cpu_ranks(groups, topology, knobs=knobs, ring=ring)
         return parts, "exact, shared by all ranks of one host"
     if topology.nodes > 1:
         parts = memory.arena_across_nodes(groups, topology, mode=options.mode, round_width=width, ring=ring)
         return parts, "closed form (paper, section 5.4), on each GPU"
     counters = CallBook(topology, len(groups) + ring.slots).counters
-    parts = memory.arena_on_gpu(groups, ranks, counters=counters, chunk_bytes=chunk_bytes, ring=ring)
+    parts = memory.arena_on_gpu(groups, ranks, counters=counters, chunk_bytes=knobs.chunk_bytes, ring=ring)
     return parts, "exact, on each GPU"
 
 
-def _kinds(model: Model, topology: Topology, rates: Rates, device: str) -> list[dict[str, Any]]:
+def _kinds(model: Model, topology: Topology, rates: Rates, device: str, knobs: Knobs) -> list[dict[str, Any]]:
     """Groups of equal shapes together, with sizes and predicted times."""
-    chunk_bytes = _chunk_bytes(model, topology.ranks, device)
     kinds: dict[Any, dict[str, Any]] = {}
     for group in model.groups:
         key = (group.params, group.resharded)
@@ -209,8 +207,8 @@ def _kinds(model: Model, topology: Topology, rates: Rates, device: str) -> list[
             layout,
             topology,
             one_memory=device == "cpu",
-            chunk_bytes=chunk_bytes,
-            sum_ctas=auto_sum_ctas(topology.ranks),
+            chunk_bytes=knobs.chunk_bytes,
+            sum_ctas=knobs.sum_ctas,
         )
         kinds[key] = {
             "first": group.name,
@@ -255,12 +253,13 @@ def _words(plan: dict[str, Any]) -> str:
 def _plan_lines(plan: dict[str, Any]) -> Iterable[str]:
     p = plan["plan"]
     yield f"Plan for the largest group ({p['mode']})"
+    chunks = f"chunks of {gib(plan['knobs']['chunk_bytes'])}"
     if plan["topology"]["nodes"] == 1:
-        yield f"  {p['sum_ctas']} thread blocks sum; one node has no rounds and no landings"
+        yield f"  {p['sum_ctas']} thread block(s) sum, in {chunks}; one node has no rounds and no landings"
         return
     yield (
         f"  {p['waves']} wave(s) in {p['rounds']} round(s) of up to {p['round_width']} transfers; "
-        f"{p['sum_ctas']} thread blocks sum, {p['landing_ctas']} land;"
+        f"{p['sum_ctas']} thread blocks sum, {p['landing_ctas']} land; {chunks};"
     )
     yield f"  {p['outbox_blocks']} outbox blocks a bank; {p['wire_s'] * 1e3:.2f} ms on the wire"
 

@@ -113,7 +113,8 @@ class TideHandle:
                 arena[part] = arena.get(part, 0) + nbytes
         fast = sum(g.path == "tide" for g in groups)
         status = f"{fast} of {len(groups)} groups accelerated"
-        return TideReport(installed=True, status=status, arena_bytes=arena, groups=tuple(groups))
+        plans = tuple(p for i in self._installations for p in i.plans)
+        return TideReport(installed=True, status=status, arena_bytes=arena, groups=tuple(groups), plans=plans)
 
     def close(self) -> None:
         """Put stock FSDP2 back and release shared memory. Not between a forward and its backward. Idempotent."""

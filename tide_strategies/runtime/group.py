@@ -23,18 +23,17 @@ from tide_strategies.runtime.engine import Collective, Engine
 from tide_strategies.runtime.slots import Landing, Slot, SlotRing
 from tide_strategies.topology import Topology
 
-#: Bytes of one contribution staged at a time: large enough that a wait per chunk costs nothing beside the copying,
-#: small enough that what a rank pushes is still in the shared cache when its owner reads it.
-AUTO_CHUNK_BYTES = 512 * 1024
-
 #: Outputs from this size on are likely to be fresh from the kernel, page by page.
 _HUGE_FROM_BYTES = 4 * 1024 * 1024
 
 
 def needed_memory(
-    layouts: Iterable[GroupLayout], topology: Topology, rank: int, chunk_bytes: int
+    layouts: Iterable[GroupLayout], topology: Topology, rank: int, chunk_bytes: int, plan: BasePlan | None = None
 ) -> dict[tuple[Space, int], int]:
-    """Bytes that the collectives of groups with these layouts need on every rank beside their arguments."""
+    """Bytes that the collectives of groups with these layouts need on every rank beside their arguments.
+
+    ``chunk_bytes`` and ``plan`` are as of :class:`GroupCollectives`.
+    """
     needed: dict[tuple[Space, int], int] = {}
     for layout in dict.fromkeys(layouts):
         items = [Item.of_size(p.itemsize) for p in layout.params]
@@ -48,7 +47,7 @@ def needed_memory(
                     grad=Item.F32,
                     output=Item.BF16,
                     chunk_bytes=chunk_bytes,
-                    plan=_plan(topology),
+                    plan=_plan(topology, plan),
                     bank=bank,
                 )
             )
@@ -65,9 +64,9 @@ def _all_gather(layout: GroupLayout, topology: Topology, rank: int, items: Seque
     return build(layout, topology, rank, items)
 
 
-def _plan(topology: Topology) -> BasePlan | None:
+def _plan(topology: Topology, stated: BasePlan | None) -> BasePlan | None:
     """Of reductions across nodes; all calls of an engine have the same."""
-    return default_plan(topology) if topology.nodes > 1 else None
+    return stated or default_plan(topology) if topology.nodes > 1 else None
 
 
 @dataclass
@@ -146,6 +145,7 @@ class GroupCollectives(LandingGroup):
         shard_items: element of each parameter's shard.
         home: the ring that the landing rotates through, or its own pinned slot.
         chunk_bytes: bytes of one contribution staged at a time.
+        plan: rounds and passes of reductions across nodes, alike for all groups of the engine; None for the default.
     """
 
     def __init__(
@@ -156,9 +156,10 @@ class GroupCollectives(LandingGroup):
         shard_items: Sequence[Item],
         home: SlotRing | Slot,
         chunk_bytes: int,
+        plan: BasePlan | None = None,
     ) -> None:
         super().__init__(name, layout, engine.landing(layout.landing_bytes), home)
-        self._engine, self._chunk_bytes = engine, chunk_bytes
+        self._engine, self._chunk_bytes, self._plan = engine, chunk_bytes, _plan(engine.topology, plan)
         self._label = f"all-gather of {name!r}"
         schedule = _all_gather(layout, engine.topology, engine.rank, shard_items)
         self._all_gather = engine.collective(schedule, len(layout.params), self._label)
@@ -247,7 +248,7 @@ class GroupCollectives(LandingGroup):
             grad=grad,
             output=output,
             chunk_bytes=self._chunk_bytes,
-            plan=_plan(engine.topology),
+            plan=self._plan,
             bank=bank,
         )
         label = self._reduction_label(params, grad, output)
