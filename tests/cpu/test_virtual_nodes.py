@@ -145,8 +145,7 @@ def _knobs(rank: int, world: int, configs: list[dict[str, Any]]) -> list[bool]:
 def test_knobs_that_keep_the_order_of_additions_keep_every_bit() -> None:
     configs: list[dict[str, Any]] = [
         *({}, {}, {"reduce_scatter.chunk_bytes": 4096}, {"all_gather.slots": 4}, {"all_gather.cache": "off"}),
-        {"reduce_scatter.round_width": 1, "reduce_scatter.passes": 3},
-        {"plan": {"passes": 2, "chunk_bytes": 8192}},
+        {"plan": {"passes": 3, "chunk_bytes": 8192}},
         {"reduce_scatter.passes": 2, "rail": "p2p"},
     ]
     for same in launch(4, _knobs, configs):

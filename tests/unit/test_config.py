@@ -133,7 +133,8 @@ def test_wrong_values_are_refused_by_name(option: str, value: Any) -> None:
         ({"all_gather.slots": 0}, "'all_gather.slots' must be at least 1; got 0"),
         (
             {"plan": "fast"},
-            "'plan' must be 'auto' or 'tide' or 'stock' or a section with default, tide, stock; got 'fast' (str)",
+            "'plan' must be 'auto' or 'tide' or 'stock' or a section with default, tide, stock, sum_ctas, "
+            "landing_ctas, round_width, chunk_bytes, passes; got 'fast' (str)",
         ),
         ({"enabled": 1}, "'enabled' must be true or false; got 1 (int)"),
         ({"timeout_s": "5"}, "'timeout_s' must be a number; got '5' (str)"),

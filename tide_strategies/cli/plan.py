@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tide_strategies.cli.tables import gib, table, wrapped
 from tide_strategies.config import parse_topology
@@ -22,14 +22,18 @@ from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.group import needed_memory
 from tide_strategies.topology import Topology
 
+if TYPE_CHECKING:  # torch: only for a Python path
+    from tide_strategies.fsdp2.footprint import Footprint
+
 _ABOUT = f"""\
 MODEL is a preset ({", ".join(architectures.PRESETS)}), a Hugging Face config.json or the folder that
-holds one, or a Python path (package.module:function, where the function returns the model; needs torch and runs that
-function on the meta device). Examples:
+holds one, or a Python path (package.module:function; needs torch and runs that function on the meta device). The
+function returns the model, or the model and a function that computes the loss of one rank's batch: then the step is run
+dry as well, for its peak of memory. Examples:
 
   tide plan llama-3.1-70b --nodes 8 --gpus 8
   tide plan ./my-model/config.json --nodes 1 --gpus 8 --rates h200-pair --json
-  tide plan my_project.model:build --nodes 1 --gpus 2 --device cpu
+  tide plan tide_strategies.cli.demo_model:planned --gpus 2 --device cpu --precision 32-true
 
 On one node, memory is what this version's runtime allocates, to the byte, and times come from replaying the schedules
 that run. Across nodes, memory is the paper's closed form (section 5.4), and beyond 64 ranks times come from a stage
@@ -66,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(NAMED)}, calibrated (this machine's latest plan: auto), or a file of rates "
         "(default: paper, on CPUs cpu-pair)",
     )
+    add("--activations-gib", type=float, metavar="GIB", help="what a rank keeps of a forward, where MODEL has no step")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -73,9 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan and print."""
     stated = parse_topology(arguments.topology) if arguments.topology else None
     topology = Topology(stated.nodes, stated.gpus_per_node) if stated else Topology(arguments.nodes, arguments.gpus)
-    model = load_model(arguments.model, topology.ranks, arguments.precision, arguments.wrap)
+    model, footprint = load_model(arguments, topology.ranks)
     rates = load_rates(arguments.rates, arguments.device)
-    plan = make_plan(model, topology, rates, arguments)
+    plan = make_plan(model, topology, rates, arguments, footprint)
     print(json.dumps(plan, indent=1) if arguments.json else _words(plan))
     return 0
 
@@ -107,20 +112,23 @@ def load_rates(text: str | None, device: str) -> Rates:
         ) from None
 
 
-def load_model(text: str, ranks: int, precision: str, wrap: Any) -> Model:
-    """The model that MODEL names; torch is imported for a Python path only."""
-    itemsize, master = {"bf16-mixed": (2, 4), "bf16-true": (2, 2), "32-true": (4, 4)}[precision]
+def load_model(options: argparse.Namespace, ranks: int) -> tuple[Model, Footprint | None]:
+    """The model that MODEL names, and what its step holds if it has one; torch is imported for a Python path only."""
+    text, wrap = options.model, options.wrap
+    itemsize, master = {"bf16-mixed": (2, 4), "bf16-true": (2, 2), "32-true": (4, 4)}[options.precision]
     if Path(text).exists():
-        return architectures.from_file(Path(text), itemsize=itemsize, master_itemsize=master, wrap=wrap)
+        return architectures.from_file(Path(text), itemsize=itemsize, master_itemsize=master, wrap=wrap), None
     if ":" in text:
         from tide_strategies.cli.offline import planned
 
         print(f"building {text} on the meta device ...", file=sys.stderr, flush=True)
-        return planned(text, ranks, precision)
-    return architectures.preset(text, itemsize=itemsize, master_itemsize=master, wrap=wrap)
+        return planned(text, ranks, options.precision, options.device)
+    return architectures.preset(text, itemsize=itemsize, master_itemsize=master, wrap=wrap), None
 
 
-def make_plan(model: Model, topology: Topology, rates: Rates, options: argparse.Namespace) -> dict[str, Any]:
+def make_plan(
+    model: Model, topology: Topology, rates: Rates, options: argparse.Namespace, footprint: Footprint | None
+) -> dict[str, Any]:
     """Everything that is printed, as plain values: bytes, seconds, numbers."""
     itemsize = 4 if options.precision == "32-true" else 2
     output = 4 * max(g.layout(topology.ranks).output_items for g in model.groups)
@@ -152,12 +160,32 @@ def make_plan(model: Model, topology: Topology, rates: Rates, options: argparse.
         "knobs": knobs.to_dict(),
         "arena": {"bytes": arena, "total": sum(arena.values()), "method": method},
         "memory": {k: v for k, v in asdict(forecast).items() if k != "arena"},
+        "peak": _peak(forecast, topology, options, footprint),
         "groups": kinds,
         "step": {
             "all_gather_s": sum(k["all_gather_s"] * k["groups"] * (2 if k["resharded"] else 1) for k in kinds),
             "reduce_scatter_s": sum(k["reduce_scatter_s"] * k["groups"] for k in kinds),
         },
     }
+
+
+def _peak(
+    forecast: memory.StepForecast, topology: Topology, options: argparse.Namespace, footprint: Footprint | None
+) -> dict[str, Any] | None:
+    """What a rank holds at the highest point of a step, as far as the step is known."""
+    total = sum(forecast.arena.values())
+    # CPU ranks share one arena, of which each has its part.
+    share = total // topology.ranks if options.device == "cpu" else total
+    if footprint is not None:
+        held = {"tide": footprint.tide, "stock": footprint.stock}
+        found = memory.peak_of_dry_run(forecast, share, **{k: max(n, footprint.optimizer) for k, n in held.items()})
+        return {**asdict(found), "forward": footprint.forward}
+    if options.activations_gib is None:
+        return None
+    if not 0 <= options.activations_gib < 2**20:
+        raise TideConfigError(f"--activations-gib must be from 0 to {2**20}; got {options.activations_gib}")
+    activations = int(options.activations_gib * 2**30)
+    return {**asdict(memory.peak_of_activations(forecast, share, activations)), "forward": activations}
 
 
 def arena_of_cpu_ranks(
@@ -239,6 +267,7 @@ def _words(plan: dict[str, Any]) -> str:
         "",
         "Memory of one rank during a step, activations apart",
         _comparison(memo, plan["plan"]["mode"]),
+        *_peak_lines(plan["peak"]),
         "",
         "Collectives by themselves, predicted",
         table(["groups", "first", "unsharded", "all-gather ms", "reduce-scatter ms", "by"], _rows(plan["groups"])),
@@ -274,6 +303,20 @@ def _comparison(memo: dict[str, int], mode: str) -> str:
         ("FSDP2+SymmMem", gib(memo["symmetric"]), f"the same, {private}"),
     ]
     return table(["held", "size", "what"], rows)
+
+
+def _peak_lines(peak: dict[str, Any] | None) -> Iterable[str]:
+    if peak is None:
+        yield wrapped(
+            "A step's peak needs its activations: let MODEL return (model, function that computes the loss of a batch), "
+            "or state --activations-gib."
+        )
+        return
+    how = "by a dry run of the step" if peak["how"] == "dry run" else "at most, with the activations stated"
+    yield wrapped(
+        f"Peak of a step on one rank, {how}: {gib(peak['tide'])} with TIDE, {gib(peak['stock'])} with stock FSDP2, "
+        f"{gib(peak['forward'])} of both kept by the forward."
+    )
 
 
 def _rows(kinds: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
