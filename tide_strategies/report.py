@@ -60,6 +60,21 @@ class GroupReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExposedStats:
+    """How long computing waited for collectives on a GPU, in the backwards (with their forwards) that were sampled.
+
+    Args:
+        seconds: of the compute stream, in all samples that have been read.
+        sampled: how many these are.
+        backwards: how many there were.
+    """
+
+    seconds: float
+    sampled: int
+    backwards: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanReport:
     """How the reduce-scatters of one process group are cut up and staffed, and what that was solved from.
 
@@ -96,6 +111,7 @@ class TideReport:
         arena_bytes: bytes of shared memory by part ("ring", "pinned", "staging", "control"), counted once a node.
         groups: one entry per parameter group, in module order.
         plans: one entry per process group whose groups run on TIDE's path.
+        exposed: of GPU ranks; None on CPU ranks, where all of the collectives' time is exposed.
     """
 
     installed: bool
@@ -103,6 +119,7 @@ class TideReport:
     arena_bytes: dict[str, int] = field(default_factory=dict)
     groups: tuple[GroupReport, ...] = ()
     plans: tuple[PlanReport, ...] = ()
+    exposed: ExposedStats | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dictionaries and lists (JSON-ready)."""
@@ -114,6 +131,12 @@ class TideReport:
             parts = ", ".join(f"{k} {v / 2**20:.1f} MiB" for k, v in self.arena_bytes.items())
             lines.append(f"  shared memory of this node: {parts}")
         lines += [f"  {plan}" for plan in self.plans]
+        if self.exposed is not None and self.exposed.sampled:
+            exposed_ms = self.exposed.seconds / self.exposed.sampled * 1e3
+            lines.append(
+                f"  computing waited {exposed_ms:.3f} ms for collectives in a forward and backward "
+                f"(mean of {self.exposed.sampled} of {self.exposed.backwards})"
+            )
         for g in self.groups:
             ag, rs = g.all_gather, g.reduce_scatter
             lines.append(

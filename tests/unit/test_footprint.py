@@ -30,7 +30,7 @@ class Chain(nn.Module):
 
 def chain(layers: int, ranks: int = 2, dtype: torch.dtype | None = None, rows: int = ROWS) -> Footprint:
     def build() -> tuple[nn.Module, object]:
-        return Chain(layers), lambda model: model(torch.zeros(rows, WIDTH, dtype=dtype or torch.float32)).sum()
+        return Chain(layers), lambda model: model(torch.zeros(rows, WIDTH)).sum()
 
     groups = {f"weights.{i}": i for i in range(layers)}
     return dry_run(build, groups, ranks, dtype=dtype)  # type: ignore[arg-type]

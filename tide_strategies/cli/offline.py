@@ -73,9 +73,7 @@ def built(path: str) -> tuple[nn.Module, Step | None]:
     if isinstance(model, tuple) and len(model) == 2 and callable(model[1]):
         model, step = model
     if not isinstance(model, nn.Module):
-        raise TideConfigError(
-            f"{path!r} gave {type(model).__name__}, not a torch.nn.Module (or one with a function that computes its loss)"
-        )
+        raise TideConfigError(f"{path!r} gave {type(model).__name__}, not a torch.nn.Module (nor one with a function)")
     return model, step
 
 

@@ -308,7 +308,7 @@ def _comparison(memo: dict[str, int], mode: str) -> str:
 def _peak_lines(peak: dict[str, Any] | None) -> Iterable[str]:
     if peak is None:
         yield wrapped(
-            "A step's peak needs its activations: let MODEL return (model, function that computes the loss of a batch), "
+            "A step's peak needs its activations: let MODEL give (model, function that computes a batch's loss), "
             "or state --activations-gib."
         )
         return

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tide_strategies.errors import TideConfigError
 
@@ -70,7 +70,7 @@ def dry_run(
             model, step = build()
             masters = {name: p.dtype.itemsize for name, p in model.named_parameters()}
             if dtype is not None:
-                model.to(dtype)
+                _cast(model, dtype)
             with _Live() as live:
                 flight = _Flight(live, model, groups, masters, ranks, reduce_itemsize)
                 loss = step(model)
@@ -79,13 +79,29 @@ def dry_run(
                         f"the step must return its loss, one number that has a gradient; it gave {type(loss).__name__}"
                     )
                 forward = live.now
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 flight.end()
     except TideConfigError:
         raise
     except Exception as e:  # the user's own code: whatever it raises is told in its words
         raise TideConfigError(f"the step cannot be run dry: {type(e).__name__}: {e}") from e
     return Footprint(forward, flight.peaks["tide"], flight.peaks["stock"], flight.sharded + flight.largest_shard)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters as FSDP2 gathers them under mixed precision, and inputs as it casts them; buffers stay."""
+    cast: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.is_floating_point() and parameter not in cast:
+                cast[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+            module.register_parameter(name, cast.get(parameter, parameter))
+
+    def inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        floating = lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x  # noqa: E731
+        return tree_map(floating, args), tree_map(floating, kwargs)
+
+    model.register_forward_pre_hook(inputs, with_kwargs=True)
 
 
 class _Live(TorchDispatchMode):

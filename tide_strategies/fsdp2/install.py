@@ -21,6 +21,7 @@ from tide_strategies.fsdp2.agreement import agree_on_groups
 from tide_strategies.fsdp2.calibration import Calibrated, Calibration
 from tide_strategies.fsdp2.connect import AnyEngine, connect
 from tide_strategies.fsdp2.eligibility import group_verdict
+from tide_strategies.fsdp2.exposed import ExposedMeter
 from tide_strategies.fsdp2.param_group import GroupBinding, measure, restore
 from tide_strategies.fsdp2.probing import words
 from tide_strategies.layout import GroupLayout, ParamShape
@@ -96,6 +97,7 @@ class Installation:
     def __init__(self, root: FSDPModule, config: TideConfig) -> None:
         self.config = config
         self.engines: list[AnyEngine] = []
+        self.meter: ExposedMeter | None = None
         #: Of each engine.
         self.plans: list[PlanReport] = []
         _check_materialised(root)
@@ -118,6 +120,14 @@ class Installation:
             if installed.binding is None and installed.verdict.code not in ("TIDE-F015", "TIDE-F011"):
                 installed.binding = GroupBinding()
                 measure(installed.group, installed.binding)
+        self._meter_gpus()
+
+    def _meter_gpus(self) -> None:
+        bindings = [g.binding for g in self.groups if g.binding is not None and g.group.device.type == "cuda"]
+        if bindings:
+            self.meter = ExposedMeter(len(bindings))
+            for binding in bindings:
+                binding.meter = self.meter
 
     def close(self) -> None:
         """Put stock FSDP2 back and release the arenas."""

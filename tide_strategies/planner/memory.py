@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tide_strategies.collectives.reduce_scatter import BANKS, PIECE_ALIGNMENT
 from tide_strategies.collectives.schedule import Space
