@@ -79,7 +79,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "calibration.budget_s": ([0.1, 2], [0, -1, float("nan"), "2s"]),
     "debug.poison_slots": ([True, False], [1, "on"]),
     "debug.autopsy": (["", "stopped"], [None, 1]),
-    "debug.trace": ([True, False], [None, "off"]),
+    "debug.trace": (["", "traced"], [None, True]),
 }
 
 
@@ -189,7 +189,7 @@ def test_nested_and_dotted_forms_mean_the_same_and_mix() -> None:
         all_gather=AllGatherConfig(slots=3, cache="off"),
         reduce_scatter=ReduceScatterConfig(chunk_bytes=8192),
         calibration=CalibrationConfig(budget_s=0.5),
-        debug=DebugConfig(trace=True),
+        debug=DebugConfig(trace="traced"),
     )
     nested = {
         "strict": True,
@@ -197,7 +197,7 @@ def test_nested_and_dotted_forms_mean_the_same_and_mix() -> None:
         "all_gather": {"slots": 3, "cache": "off"},
         "reduce_scatter": {"chunk_bytes": 8192},
         "calibration": {"budget_s": 0.5},
-        "debug": {"trace": True},
+        "debug": {"trace": "traced"},
     }
     dotted = {
         "strict": True,
@@ -207,7 +207,7 @@ def test_nested_and_dotted_forms_mean_the_same_and_mix() -> None:
         "all_gather.cache": "off",
         "reduce_scatter.chunk_bytes": 8192,
         "calibration.budget_s": 0.5,
-        "debug.trace": True,
+        "debug.trace": "traced",
     }
     mixed = {"all_gather.slots": 3, **nested, "all_gather": {"cache": "off"}}
     sections = {
@@ -227,8 +227,8 @@ def test_nested_and_dotted_forms_mean_the_same_and_mix() -> None:
     [
         {"topology": "2x2", "topology.nodes": 2},
         {"topology.nodes": 2, "topology": "2x2"},
-        {"debug": True, "debug.trace": True},
-        {"debug.trace": True, "debug": True},
+        {"debug": True, "debug.trace": "traced"},
+        {"debug.trace": "traced", "debug": True},
     ],
 )
 def test_a_value_and_a_section_of_one_name_contradict_each_other(mapping: dict[str, Any]) -> None:

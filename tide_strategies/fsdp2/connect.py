@@ -18,7 +18,7 @@ from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tenso
 from tide_strategies.layout import GroupLayout
 from tide_strategies.planner.knobs import Knobs, choose
 from tide_strategies.planner.rates import Rates, built_in
-from tide_strategies.runtime import bootstrap
+from tide_strategies.runtime import bootstrap, trace
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.exchange import Exchange, exchange_json, process_group_exchange
 from tide_strategies.runtime.group import GroupCollectives, needed_memory
@@ -99,6 +99,7 @@ def _connect_cpu(
     except BaseException:
         engine.close()
         raise
+    engine.trace = trace.begin(config.debug.trace, exchange, dist.get_rank())
     for member, home in zip(members, homes, strict=True):
         _reshard(member.group)
         items = [shard_item(p) for p in member.group.fsdp_params]
@@ -117,6 +118,7 @@ def _connect_cuda(
     solve: Callable[[Topology], Knobs],
 ) -> tuple[AnyEngine, Knobs]:
     from tide_strategies.fsdp2.cuda_path import CudaLanding, CudaPath, CudaStreams
+    from tide_strategies.fsdp2.device_trace import DeviceTrace
     from tide_strategies.runtime.cuda import group as cuda_group
     from tide_strategies.runtime.cuda.engine import CudaEngine
     from tide_strategies.runtime.cuda.sum_kernels import sum_kernels
@@ -138,6 +140,8 @@ def _connect_cuda(
     except BaseException:
         engine.close()
         raise
+    engine.trace = trace.begin(config.debug.trace, exchange, dist.get_rank())
+    device_trace = None if engine.trace is None else DeviceTrace(engine.trace)
     streams = CudaStreams(torch.device("cuda", device))
     for member, home in zip(members, homes, strict=True):
         _reshard(member.group)
@@ -154,7 +158,7 @@ def _connect_cuda(
             if config.debug.poison_slots
             else None,
         )
-        member.binding = GroupBinding(CudaPath(collectives, streams, landing), config.all_gather.cache)
+        member.binding = GroupBinding(CudaPath(collectives, streams, landing, device_trace), config.all_gather.cache)
         adopt(member.group, landing_tensors(member.group, member.layout, window), member.binding)
     return engine, knobs
 

@@ -36,7 +36,6 @@ _log = logging.getLogger("tide_strategies")
 
 #: Options that change nothing on this kind of device, or nothing yet.
 _WITHOUT_EFFECT = {
-    "debug.trace",
     "all_gather.multicast",
     "reduce_scatter.landing_ctas",
 }

@@ -179,10 +179,10 @@ class GroupCollectives(LandingGroup):
         tag = self._engine.book.tag(f"{self._label} into slot {slot.index}")
         call = self._all_gather.begin(shards, self._landing_address, tag, slot.index)
         self._running, self._versions = (self._all_gather, call), versions
-        self.all_gathers.wait_seconds += self._all_gather.run(call, "copy")
+        waited = self._all_gather.run(call, "copy")
         self.all_gathers.calls += 1
         self.all_gathers.bytes += self._bytes
-        self.all_gathers.seconds += time.perf_counter() - start
+        self._count(self.all_gathers, "copy", self._label, start, waited, self._bytes)
 
     def reuse(self) -> None:
         """Use the landing again in the place of an all-gather. Only if :meth:`reusable`."""
@@ -196,8 +196,8 @@ class GroupCollectives(LandingGroup):
         assert self._running is not None
         start = time.perf_counter()
         collective, call = self._running
-        self.all_gathers.wait_seconds += collective.run(call, "completion")
-        self.all_gathers.seconds += time.perf_counter() - start
+        waited = collective.run(call, "completion")
+        self._count(self.all_gathers, "completion", collective.label, start, waited)
 
     def vacate(self) -> None:
         """Give the landing up: from here on, other groups and other ranks may overwrite it."""
@@ -228,11 +228,19 @@ class GroupCollectives(LandingGroup):
         if output_bytes >= _HUGE_FROM_BYTES:
             _native.advise_huge(output_address, output_bytes)
         addresses = reduction.collective.addresses(output=output_address)
-        tally = self.reduce_scatters
-        tally.wait_seconds += reduction.collective.replay(gradients, addresses, reduction.tag, divisor)
-        tally.calls += 1
-        tally.bytes += reduction.bytes
-        tally.seconds += time.perf_counter() - start
+        waited = reduction.collective.replay(gradients, addresses, reduction.tag, divisor)
+        self.reduce_scatters.calls += 1
+        self.reduce_scatters.bytes += reduction.bytes
+        label = reduction.collective.label
+        self._count(self.reduce_scatters, "reduce-scatter", label, start, waited, reduction.bytes)
+
+    def _count(self, tally: Tally, stream: str, label: str, start: float, waited: float, nbytes: int = 0) -> None:
+        """Add what took from ``start`` until now to a tally, and to the trace if there is one."""
+        end = time.perf_counter()
+        tally.wait_seconds += waited
+        tally.seconds += end - start
+        if self._engine.trace is not None:
+            self._engine.trace.add(stream, label, start, end, waited, nbytes)
 
     def output_items(self, params: tuple[int, ...]) -> int:
         """Items of the packed shard of ``params``."""

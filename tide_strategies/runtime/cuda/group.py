@@ -71,6 +71,11 @@ class CudaGroup(LandingGroup):
         self._running: tuple[CudaCollective, cuda.Call] | None = None
         self._sends: dict[int, tuple[int, list[int]]] = {}
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one all-gather sends to peers."""
+        return self._bytes * (self.layout.ranks - 1)
+
     def occupy(self) -> DeviceSlot:
         """Back the landing with a slot. The caller waits until its own streams are through with that slot."""
         slot = self._enter()
@@ -88,7 +93,7 @@ class CudaGroup(LandingGroup):
         self._running, self._versions = (self._all_gather, call), versions
         self._all_gather.enqueue(call, "copy", stream)
         self.all_gathers.calls += 1
-        self.all_gathers.bytes += self._bytes * (self.layout.ranks - 1)
+        self.all_gathers.bytes += self.sent_bytes
 
     def reuse(self, slot: DeviceSlot) -> None:
         """Use the landing again in the place of an all-gather. Only if :meth:`reusable`."""
