@@ -6,6 +6,7 @@ Memory of its own is shared for it and given back; nothing of the model is touch
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -93,7 +94,8 @@ def _on_cpu(
 
             return run
 
-        return topology, _timed(exchange, every, [prepared(p) for p in every], budget_s)
+        runs = [prepared(p) for p in every]
+        return topology, _timed(exchange, every, runs, budget_s, _Progress(ranks.rank()))
     finally:
         engine.close()
 
@@ -140,14 +142,33 @@ def _on_gpu(
             return run
 
         torch.cuda.synchronize()
-        return topology, _timed(exchange, every, [prepared(p) for p in every], budget_s)
+        runs = [prepared(p) for p in every]
+        return topology, _timed(exchange, every, runs, budget_s, _Progress(ranks.rank()))
     finally:
         torch.cuda.synchronize()
         engine.close()
 
 
+class _Progress:
+    """A line on rank 0's terminal that says what is being measured, and is gone afterwards."""
+
+    def __init__(self, rank: int) -> None:
+        self._shown = rank == 0 and sys.stderr.isatty()
+
+    def show(self, probe: probes.Probe, number: int, of: int) -> None:
+        self._write(f"TIDE measures this machine: {number}/{of} {probe.name:<10}")
+
+    def end(self) -> None:
+        self._write(" " * 60 + "\r")
+
+    def _write(self, text: str) -> None:
+        if self._shown:
+            sys.stderr.write("\r" + text)
+            sys.stderr.flush()
+
+
 def _timed(
-    exchange: Exchange, every: Sequence[probes.Probe], runs: Sequence[Run], budget_s: float
+    exchange: Exchange, every: Sequence[probes.Probe], runs: Sequence[Run], budget_s: float, progress: _Progress
 ) -> dict[tuple[str, int], float]:
     """Seconds of each probe: the fastest round's, in which the slowest rank counts. Once at least, whatever the budget.
 
@@ -157,7 +178,8 @@ def _timed(
     best: list[float] = []
     for number in range(_ROUNDS):
         own = []
-        for run in runs:
+        for at, (probe, run) in enumerate(zip(every, runs, strict=True)):
+            progress.show(probe, number * len(runs) + at + 1, _ROUNDS * len(runs))
             exchange(b"")  # all ranks begin together
             start = time.perf_counter()
             run()
@@ -168,4 +190,5 @@ def _timed(
             best = [min(pair) for pair in zip(best, slowest, strict=True)] if best else slowest
             if stated[0][1] > budget_s:
                 break
+    progress.end()
     return {(p.name, p.size): t for p, t in zip(every, best, strict=True)}
