@@ -96,7 +96,7 @@ class Calibration:
         self._facts = _facts(ranks, device, config)
         hosts = hosts_of(exchange_json(self._exchange, bootstrap.host_identity()))
         self._facts["hosts"] = str([len(host) for host in hosts])
-        self._where = plans.folder(config.calibration.cache)
+        self._where, self._spent_s = plans.folder(config.calibration.cache), 0.0
         self._known = _known(self._exchange, ranks.rank(), self._facts, self._where)
 
     def rates(self) -> tuple[Rates | None, str]:
@@ -107,14 +107,17 @@ class Calibration:
             return self._known.rates, "cache"
         if self._ranks.rank() == 0:
             _log.info("TIDE: measuring rates of copies, sums, waits and rails (about a second)")
-        budget_s = min(self._config.calibration.budget_s / 2, _MOST_FOR_RATES_S)
+        budget_s, start = min(self._config.calibration.budget_s / 2, _MOST_FOR_RATES_S), time.perf_counter()
         found = measure_rates(self._exchange, self._ranks, self._device, self._config, budget_s)
+        self._spent_s = time.perf_counter() - start
         if found is not None:
             self._keep(replace(self._known, rates=found))
         return found, "measured"
 
     def groups(self, members: Sequence[Member], knobs: Knobs) -> list[Calibrated | None]:
-        """Time both paths of connected groups within ``calibration.budget_s``; None where stock cannot be timed.
+        """Time both paths of connected groups; None where stock cannot be timed.
+
+        Within what measuring rates has left of ``calibration.budget_s``, or half of it if that was more.
 
         Calls leave no trace in the groups' tallies. At least one geometry is measured, whatever the budget.
         """
@@ -135,8 +138,8 @@ class Calibration:
 
     def _measured(self, todo: Mapping[str, Member], members: Sequence[Member]) -> plans.Table | None:
         """Times of as many kinds of groups as the budget allows; None if stock cannot be timed."""
-        budget_s, fresh = self._config.calibration.budget_s, plans.Table()
-        start = time.perf_counter()
+        whole_s, fresh, start = self._config.calibration.budget_s, plans.Table(), time.perf_counter()
+        budget_s = max(whole_s - exchange_json(self._exchange, self._spent_s)[0], whole_s / 2)
         if todo and self._ranks.rank() == 0:
             _log.info("TIDE: timing %d kinds of parameter groups (at most %g s)", len(todo), budget_s)
         try:

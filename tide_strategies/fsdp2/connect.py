@@ -96,10 +96,10 @@ def _connect_cpu(
         chunk_bytes, plan = knobs.chunk_bytes, knobs.base_plan(topology)
         homes = _homes(engine, members, config)
         engine.reserve(needed_memory((m.layout for m in members), topology, ranks.rank(), chunk_bytes, plan))
+        engine.trace = trace.begin(config.debug.trace, exchange, dist.get_rank())
     except BaseException:
         engine.close()
         raise
-    engine.trace = trace.begin(config.debug.trace, exchange, dist.get_rank())
     for member, home in zip(members, homes, strict=True):
         _reshard(member.group)
         items = [shard_item(p) for p in member.group.fsdp_params]
@@ -137,11 +137,11 @@ def _connect_cuda(
     )
     try:
         homes = _homes(engine, members, config)
+        engine.trace = trace.begin(config.debug.trace, exchange, dist.get_rank())
+        device_trace = None if engine.trace is None else DeviceTrace(engine.trace)
     except BaseException:
         engine.close()
         raise
-    engine.trace = trace.begin(config.debug.trace, exchange, dist.get_rank())
-    device_trace = None if engine.trace is None else DeviceTrace(engine.trace)
     streams = CudaStreams(torch.device("cuda", device))
     for member, home in zip(members, homes, strict=True):
         _reshard(member.group)
