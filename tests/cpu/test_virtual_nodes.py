@@ -116,7 +116,7 @@ class _Rank:
 
 
 def _run(one: _Rank) -> None:
-    """All-gathers and reduce-scatters of two groups in turn, through every reuse of slots, banks, stages and inboxes."""
+    """All-gathers and reductions of two groups in turn, through every reuse of slots, banks, stages and inboxes."""
     for turn in range(ROUNDS):
         for group in one.groups[:2]:
             one.issue(group, turn)

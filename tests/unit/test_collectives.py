@@ -83,7 +83,7 @@ def test_a_lost_signal_is_a_deadlock_and_a_lost_wait_reads_too_early() -> None:
     two_ranks(lambda called, number, schedule: schedule).run()
     with pytest.raises(Violation, match="deadlock"):
         two_ranks(without(Notify)).run()
-    with pytest.raises(Violation, match="unwritten|race"):
+    with pytest.raises(Violation, match=r"unwritten|race"):
         two_ranks(without(Await)).run()
 
 

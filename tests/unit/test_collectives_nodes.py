@@ -71,7 +71,7 @@ def test_chunks_cover_what_exists_of_each_partial_once_within_bounds(params, sha
 @settings(max_examples=25, deadline=None)
 @given(params, nodes_and_locals, st.sampled_from([1, 24, 1 << 20]), booleans, booleans)
 def test_shards_are_cast_on_the_way_across_nodes(params, shape, head, shared, interleave) -> None:
-    # test_verify_schedules.py has everything else: these shards are fp32, and the landing has items of two or four bytes.
+    # Everything else is in test_verify_schedules.py; here shards are fp32, and landings have items of 2 or 4 bytes.
     topology = Topology(*shape)
     layout = GroupLayout(params, topology.ranks)
     story = Story(topology, interleave=interleave, shared_landing=shared, lane=topology.lane)

@@ -30,7 +30,7 @@ class Placement:
     why: str
 
     @property
-    def schedule(self) -> str:
+    def schedule(self) -> Literal["direct", "two-level", "lane"]:
         """Which schedules run: "direct" on one node, "lane" with one rank on each of several, else "two-level"."""
         return "direct" if self.topology.nodes == 1 else "lane" if self.topology.lane else "two-level"
 
