@@ -16,7 +16,6 @@ import multiprocessing as mp
 import os
 import pickle
 import queue
-import signal
 import tempfile
 import time
 import traceback
@@ -129,7 +128,7 @@ def launch_raw(
         for r, p in enumerate(procs):
             p.join(max(0.0, deadline - time.monotonic()) if seen == world else 0.5)
             if p.exitcode is None:
-                os.kill(p.pid, signal.SIGKILL)
+                p.kill()
                 p.join()
                 if results[r].error is None and results[r].value is None:
                     results[r].error, results[r].error_type = f"no result within {timeout} s; killed", "Hang"
