@@ -33,6 +33,7 @@ _TWO_BY_TWO = {"topology": {"nodes": 2, "gpus_per_node": 2}}
 NODES = {
     "nodes": ({}, _TWO_BY_TWO),
     "knobs": ({}, {**_TWO_BY_TWO, "reduce_scatter": {"passes": 3, "round_width": 1, "chunk_bytes": 8192}}),
+    "lane": ({"policy": BF16}, {"topology": {"nodes": 4, "gpus_per_node": 1}}),
 }
 
 
@@ -73,5 +74,7 @@ def test_forecast_equals_what_processes_that_stand_for_nodes_allocate() -> None:
     for result in launch(4, _job):
         for forecast, allocated in result.values():
             assert forecast == allocated
-            assert {"stage", "outbox", "inbox", "spare"} <= allocated.keys()
+            assert {"outbox", "inbox", "spare"} <= allocated.keys()
+        assert "stage" in result["nodes"][1]
+        assert not {"stage", "staging"} & result["lane"][1].keys()
         assert result["knobs"] != result["nodes"], "passes need less memory, two generations more"

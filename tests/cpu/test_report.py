@@ -184,12 +184,13 @@ def test_a_report_is_json_and_reads_well(results: list[dict[str, Any]]) -> None:
         lines = text.splitlines()
         assert lines[0] == "TIDE: 5 of 5 groups accelerated"
         assert lines[1].startswith("  shared memory of this node: ")
+        assert lines[2] == "  nodes x ranks 1x2, rail none, schedule direct (all ranks are on one host)"
         (plan,) = report["plans"]
         assert plan["knobs"]["chunk_bytes"] == CHUNK
-        assert lines[2].startswith(f"  plan of 5 groups on 2 ranks: chunk_bytes {CHUNK} (stated), sum_ctas 1, ")
-        assert "rates (built in): push 11.4 GB/s" in lines[2]
-        assert len(lines) == 3 + len(report["groups"])
-        for line, g in zip(lines[3:], report["groups"], strict=True):
+        assert lines[3].startswith(f"  plan of 5 groups on 2 ranks: chunk_bytes {CHUNK} (stated), sum_ctas 1, ")
+        assert "rates (built in): push 11.4 GB/s" in lines[3]
+        assert len(lines) == 4 + len(report["groups"])
+        for line, g in zip(lines[4:], report["groups"], strict=True):
             assert line.startswith(f"  {g['name']}: tide (TIDE-OK: eligible), {g['parameters']} parameters, ")
             assert f"{g['all_gather']['calls']} all-gathers ({g['all_gather']['reused']} saved)" in line
             assert f"{g['reduce_scatter']['calls']} reduce-scatters" in line

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from tide_strategies.collectives.reduce_scatter import BANKS
-from tide_strategies.config import TideConfig, TopologyConfig
+from tide_strategies.config import TideConfig
 from tide_strategies.errors import TideConfigError
 from tide_strategies.fsdp2.cpu_path import CpuPath
-from tide_strategies.fsdp2.eligibility import shard_item
+from tide_strategies.fsdp2.eligibility import shard_item, stated_topology
 from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors
 from tide_strategies.layout import GroupLayout
 from tide_strategies.planner.knobs import Knobs, choose
@@ -22,19 +22,20 @@ from tide_strategies.runtime import bootstrap, trace
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.exchange import Exchange, exchange_json, process_group_exchange
 from tide_strategies.runtime.group import GroupCollectives, needed_memory
-from tide_strategies.runtime.hosts import place
+from tide_strategies.runtime.hosts import Placement, place
 from tide_strategies.runtime.rails.p2p import P2PRail, open_rail
 from tide_strategies.runtime.slots import Slot, SlotRing
 from tide_strategies.topology import Topology
 
 
 class Member(Protocol):
-    """A parameter group to connect; ``binding`` is set by doing so."""
+    """A parameter group to connect; ``binding`` and ``placement`` are set by doing so."""
 
     group: Any
     name: str
     layout: GroupLayout
     binding: GroupBinding | None
+    placement: Placement | None
 
 
 class AnyEngine(Protocol):
@@ -70,16 +71,20 @@ def connect(
     return (_connect_cuda if device == "cuda" else _connect_cpu)(exchange, ranks, members, config, knobs)
 
 
-def cpu_engine(exchange: Exchange, ranks: dist.ProcessGroup, config: TideConfig, slots: int) -> Engine:
+def cpu_engine(
+    exchange: Exchange, ranks: dist.ProcessGroup, config: TideConfig, slots: int
+) -> tuple[Engine, Placement]:
     """An engine for CPU ranks, with the topology and the rail that the options and the hosts make. Collective.
 
     Raises:
         TideArenaError: on every rank alike, if that cannot be.
     """
-    placement = place(exchange_json(exchange, bootstrap.host_identity()), stated_topology(config), config.rail)
+    identities = exchange_json(exchange, bootstrap.host_identity())
+    placement = place(identities, stated_topology(config, ranks), config.rail)
     topology = placement.topology
     rail = _open_rail(exchange, ranks, topology, config.timeout_s) if placement.rail == "p2p" else None
-    return Engine(exchange, ranks.rank(), topology, slots=slots, timeout_s=config.timeout_s, rail=rail)
+    engine = Engine(exchange, ranks.rank(), topology, slots=slots, timeout_s=config.timeout_s, rail=rail)
+    return engine, placement
 
 
 def _connect_cpu(
@@ -89,7 +94,7 @@ def _connect_cpu(
     config: TideConfig,
     solve: Callable[[Topology], Knobs],
 ) -> tuple[Engine, Knobs]:
-    engine = cpu_engine(exchange, ranks, config, len(members) + config.all_gather.slots)
+    engine, placement = cpu_engine(exchange, ranks, config, len(members) + config.all_gather.slots)
     try:
         topology = engine.topology
         knobs = solve(topology)
@@ -106,6 +111,7 @@ def _connect_cpu(
         collectives = GroupCollectives(engine, member.name, member.layout, items, home, chunk_bytes, plan)
         landings = landing_tensors(member.group, member.layout, collectives.landing.window)
         member.binding = GroupBinding(CpuPath(collectives), config.all_gather.cache)
+        member.placement = placement
         adopt(member.group, landings, member.binding)
     return engine, knobs
 
@@ -159,6 +165,7 @@ def _connect_cuda(
             else None,
         )
         member.binding = GroupBinding(CudaPath(collectives, streams, landing, device_trace), config.all_gather.cache)
+        member.placement = Placement(engine.topology, "none", "GPU ranks of a group are one node")
         adopt(member.group, landing_tensors(member.group, member.layout, window), member.binding)
     return engine, knobs
 
@@ -179,12 +186,6 @@ def _open_rail(exchange: Exchange, ranks: dist.ProcessGroup, topology: Topology,
             rail.close()
         raise
     return rail
-
-
-def stated_topology(config: TideConfig) -> Topology | None:
-    """The topology that the user states, if any: hosts are then not looked for, but nodes must be within them."""
-    stated = config.topology
-    return Topology(stated.nodes, stated.gpus_per_node) if isinstance(stated, TopologyConfig) else None
 
 
 def _reshard(group: Any) -> None:

@@ -76,7 +76,7 @@ def words(rates: Rates) -> str:
 def _on_cpu(
     exchange: Exchange, ranks: dist.ProcessGroup, config: TideConfig, budget_s: float
 ) -> tuple[Topology, dict[tuple[str, int], float]]:
-    engine = cpu_engine(exchange, ranks, config, slots=1)
+    engine, _ = cpu_engine(exchange, ranks, config, slots=1)
     try:
         topology = engine.topology
         every = probes.probes(topology, ranks.rank(), one_thread=True)

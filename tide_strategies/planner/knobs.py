@@ -38,11 +38,12 @@ class Knobs:
     passes: int = 1
 
     def base_plan(self, topology: Topology) -> BasePlan | None:
-        """Waves, rounds, passes and inbox generations of reductions across nodes; None on one node.
+        """Waves, rounds, passes and inbox generations of reductions across nodes.
 
-        Waves are as wide as a node: another width would group the additions differently.
+        None on one node, and with one rank a node, whose lane has a plan of its own. Waves are as wide as a node:
+        another width would group the additions differently.
         """
-        if topology.nodes == 1:
+        if topology.nodes == 1 or topology.lane:
             return None
         local = topology.local_ranks
         return BasePlan(topology.nodes, local, local, self.round_width, passes=self.passes)
