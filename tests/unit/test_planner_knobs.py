@@ -163,7 +163,8 @@ def test_what_is_stated_stays_and_is_rounded_to_what_pieces_need() -> None:
     plan = Knobs(chunk_bytes=4096, round_width=3, passes=2).base_plan(Topology(4, 2))
     assert plan is not None
     assert (plan.round_width, plan.passes, plan.wave_width, plan.generations) == (3, 2, 2, 2)
-    assert Knobs(chunk_bytes=4096).base_plan(Topology(1, 2)) is None
+    for without in (Topology(1, 2), Topology(3, 1)):
+        assert Knobs(chunk_bytes=4096).base_plan(without) is None, "one node, or a lane with a plan of its own"
 
 
 _NUMBERS = st.one_of(st.sampled_from([1e-9, 1.0, 1e9, 1e18]), st.floats(1e-9, 1e18))

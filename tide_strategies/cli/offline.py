@@ -97,20 +97,22 @@ def sharded(model: nn.Module, ranks: int, precision: str) -> list[Any]:
 
 def planned(path: str, ranks: int, precision: str, device: str) -> tuple[Model, Footprint | None]:
     """The planner's view of the model that ``path`` builds, and of a step, if it builds that as well."""
+    with torch.device("meta"):
+        module, step = built(path)
     with imagined_job(ranks):
-        roots = sharded(model_of(path), ranks, precision)
+        roots = sharded(module, ranks, precision)
         groups = [g for root in roots for g in access.param_groups(root)]
         itemsize = max(p.orig_dtype.itemsize for g in groups for p in g.fsdp_params)
         model, numbers = Model(path, planner_groups(groups), itemsize), group_numbers(groups)
-    with torch.device("meta"):
-        if built(path)[1] is None:
-            return model, None
+    if step is None:
+        return model, None
     policy = policy_for_precision(precision)
 
     def both() -> tuple[nn.Module, Step]:
-        made, step = built(path)
-        assert step is not None
-        return made, step
+        return built(path)[0], step
 
+    if device == "cuda" and not torch.backends.cuda.is_built():
+        print("this torch has no CUDA: the step is run dry with the operators of CPUs", file=sys.stderr, flush=True)
+        device = "cpu"
     reduced = (policy.reduce_dtype or policy.param_dtype or torch.float32).itemsize
     return model, dry_run(both, numbers, ranks, dtype=policy.param_dtype, reduce_itemsize=reduced, device=device)

@@ -97,8 +97,10 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
                 cast[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
             module.register_parameter(name, cast.get(parameter, parameter))
 
+    def floating(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
     def inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        floating = lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x  # noqa: E731
         return tree_map(floating, args), tree_map(floating, kwargs)
 
     model.register_forward_pre_hook(inputs, with_kwargs=True)
