@@ -109,7 +109,8 @@ def planned(path: str, ranks: int, precision: str, device: str) -> tuple[Model, 
     policy = policy_for_precision(precision)
 
     def both() -> tuple[nn.Module, Step]:
-        return built(path)[0], step
+        made, own = built(path)
+        return made, own or step
 
     if device == "cuda" and not torch.backends.cuda.is_built():
         print("this torch has no CUDA: the step is run dry with the operators of CPUs", file=sys.stderr, flush=True)
