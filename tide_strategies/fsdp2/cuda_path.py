@@ -169,7 +169,8 @@ class CudaPath:
         summing = torch.cuda.current_stream(self.streams.device)
         current, push = summing.cuda_stream, self.streams.push.cuda_stream
         cuda.order(current, push)
-        label, nbytes = f"reduce-scatter of {self.collectives.name!r}", sum(g.nbytes for g in gradients)
+        label = f"reduce-scatter of {self.collectives.name!r}"
+        nbytes = 0 if self._trace is None else sum(g.nbytes for g in gradients)
         with span(self._trace, label, nbytes, ("push", self.streams.push), ("sum", summing)):
             self.collectives.reduce_scatter(
                 params,
