@@ -255,7 +255,11 @@ def _knobs(rank: int, world: int, configs: list[dict[str, Any]]) -> list[bool]:
 
 
 def test_knobs_that_keep_the_order_of_additions_keep_every_bit() -> None:
-    configs = [{}, {}, {"reduce_scatter.chunk_bytes": 4096}, {"all_gather.slots": 4}, {"all_gather.cache": "off"}]
+    configs: list[dict[str, Any]] = [
+        *({}, {}, {"reduce_scatter.chunk_bytes": 4096}, {"all_gather.slots": 4}, {"all_gather.cache": "off"}),
+        {"plan": {"passes": 3, "chunk_bytes": 8192}},
+        {"reduce_scatter.passes": 2, "rail": "p2p"},
+    ]
     for same in launch(4, _knobs, configs):
         assert same == [True] * len(configs)
 

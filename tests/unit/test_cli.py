@@ -24,7 +24,6 @@ from tide_strategies.planner.calibrate import fingerprint
 from tide_strategies.planner.groups import Group, Model
 from tide_strategies.planner.rates import PAPER
 from tide_strategies.runtime.calls import CallBook
-from tide_strategies.runtime.cuda.group import auto_chunk_bytes
 from tide_strategies.topology import Topology
 
 Output = pytest.CaptureFixture[str]
@@ -215,7 +214,7 @@ def test_any_file_is_a_model_or_a_clear_refusal(tmp_path: Path, content: bytes) 
 
 def test_the_gpu_arena_counts_whole_granules() -> None:
     model = architectures.preset("wan2.2-14b")
-    chunk = auto_chunk_bytes(100 * 2**20)
+    chunk = 18 * 2**20
     arena = memory.arena_on_gpu(model.groups, 8, counters=100, chunk_bytes=chunk)
     assert all(n % memory.GPU_GRANULE == 0 for n in arena.values())
     assert arena["staging"] == 2 * 7 * chunk

@@ -20,6 +20,7 @@ from tide_strategies.runtime.encode import Encoded, encode
 from tide_strategies.runtime.failure import failure
 from tide_strategies.runtime.rails.rail import Rail
 from tide_strategies.runtime.slots import Landing, Slot
+from tide_strategies.runtime.trace import Trace
 from tide_strategies.topology import Topology
 
 #: Codes that a rank leaves in the arena's abort record.
@@ -61,6 +62,8 @@ class Engine:
         except BaseException:
             self._close_rail()
             raise
+        #: Where calls are noted, if they are (``runtime/trace.py``). The engine closes it.
+        self.trace: Trace | None = None
         self._reductions = 0
         self._memory: dict[tuple[Space, int], dict[int, _native.Mapping]] = {}
         self._regions: dict[tuple[Space, int], int] = {}
@@ -166,6 +169,8 @@ class Engine:
 
     def close(self) -> None:
         """Release the arena. Tensors that still show its memory keep their own part of it alive."""
+        if self.trace is not None:
+            self.trace.close()
         self._close_rail()
         self._memory.clear()
         self.arena.close()
