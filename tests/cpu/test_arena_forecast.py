@@ -32,8 +32,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 _TWO_BY_TWO = {"topology": {"nodes": 2, "gpus_per_node": 2}}
 NODES = {
     "nodes": ({}, _TWO_BY_TWO),
-    "knobs": ({}, {**_TWO_BY_TWO, "reduce_scatter": {"passes": 3, "round_width": 1, "chunk_bytes": 8192}}),
     "lane": ({"policy": BF16}, {"topology": {"nodes": 4, "gpus_per_node": 1}}),
+    "knobs": ({}, {**_TWO_BY_TWO, "reduce_scatter": {"passes": 3, "round_width": 1, "chunk_bytes": 8192}}),
 }
 
 

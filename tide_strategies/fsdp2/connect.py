@@ -83,8 +83,7 @@ def cpu_engine(
     placement = place(identities, stated_topology(config, ranks), config.rail)
     topology = placement.topology
     rail = _open_rail(exchange, ranks, topology, config.timeout_s) if placement.rail == "p2p" else None
-    engine = Engine(exchange, ranks.rank(), topology, slots=slots, timeout_s=config.timeout_s, rail=rail)
-    return engine, placement
+    return Engine(exchange, ranks.rank(), topology, slots=slots, timeout_s=config.timeout_s, rail=rail), placement
 
 
 def _connect_cpu(

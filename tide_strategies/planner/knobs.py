@@ -38,10 +38,10 @@ class Knobs:
     passes: int = 1
 
     def base_plan(self, topology: Topology) -> BasePlan | None:
-        """Waves, rounds, passes and inbox generations of reductions across nodes.
+        """Waves, rounds, passes and inbox generations of reductions across nodes; None on one node, and with one rank a
+        node, where the lane has a plan of its own.
 
-        None on one node, and with one rank a node, whose lane has a plan of its own. Waves are as wide as a node:
-        another width would group the additions differently.
+        Waves are as wide as a node: another width would group the additions differently.
         """
         if topology.nodes == 1 or topology.lane:
             return None
