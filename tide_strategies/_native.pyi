@@ -396,6 +396,9 @@ class cuda:
         def segments(self, stream: int) -> list[tuple[str, int]]:
             """How a stream reaches the driver: ``copies``, ``clear``, ``signals``, ``sums``; how many."""
         @property
+        def sum_kinds(self) -> list[tuple[bool, int, int, int, bool]]:
+            """What kernels are needed: (lands, sources, dtype of these, dtype of the sum, accumulates) each."""
+        @property
         def sum_launches(self) -> int:
             """Kernel launches of a call; 0 before :meth:`set_sum_kernel`."""
         @property
@@ -411,12 +414,14 @@ class cuda:
             tile: int,
             extra_null_pointers: int,
             device: int | None = None,
+            kind: int = 0,
         ) -> None:
-            """Set what adds, a CUfunction with the arguments that ``kernels.sum`` lists; upload the table of tiles.
+            """Set what adds the sums of a kind, a CUfunction as ``kernels.tiles`` describes; upload its table of tiles.
 
-            All sums have the same number of sources and dtypes: staged ones at a constant distance in one area, then
-            one elsewhere. ``ValueError`` if not, or for sums that accumulate. Sums in a row are one launch, unless the
-            staging, the output or the scaling changes or there are more than ``max_pointers`` gradients.
+            Unless they land, sums have staged sources at a constant distance in one area, then one elsewhere, and do
+            not accumulate: otherwise ``ValueError``. Sums of a kind in a row are one launch, unless the staging, the
+            output or the scaling changes, there are more than ``max_pointers`` addresses, or one accumulates where
+            another of them does.
 
             Args:
                 threads, shared_bytes: of a thread block.
@@ -425,6 +430,7 @@ class cuda:
                 tile: elements that a tile has at most.
                 extra_null_pointers: null pointers that follow the arguments.
                 device: where the function was loaded; by default the device of the current context.
+                kind: number of the kind in :attr:`sum_kinds`.
             """
         def begin(
             self, control: cuda.Control, bases: Sequence[int], counters: Sequence[int], tag: int, divisor: float

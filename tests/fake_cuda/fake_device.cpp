@@ -37,6 +37,13 @@ EXPORT uint64_t fake_sum_function(int staged, int src_dtype, int dst_dtype, int 
   world().functions.insert(f);
   return reinterpret_cast<uint64_t>(f);
 }
+// A CUfunction that lands as the landing kernel does.
+EXPORT uint64_t fake_land_function(int sources, int dst_dtype, int accumulate, int pointers, int null_pointers) {
+  auto* f = new FakeFunction{0, 0, dst_dtype, pointers, null_pointers, sources, accumulate};
+  std::lock_guard<std::mutex> hold(world().lock);
+  world().functions.insert(f);
+  return reinterpret_cast<uint64_t>(f);
+}
 // Whether all streams of the device have run dry within `ms`.
 EXPORT int fake_idle(int device, int ms) {
   std::vector<std::shared_ptr<Queue>> queues;

@@ -28,7 +28,32 @@ struct SumLaunch {
   std::vector<uint64_t> pointers;
 };
 
+void store(uint64_t base, int64_t i, int dtype, float value) {
+  if (dtype == 0) reinterpret_cast<float*>(base)[i] = value;
+  else reinterpret_cast<uint16_t*>(base)[i] = float_to_bf16(value);
+}
+
+void run_landing(const SumLaunch& l) {
+  // As thread blocks would: all of a launch read before any of them writes.
+  std::vector<std::pair<int64_t, float>> results;
+  for (int32_t t = l.first; t < l.first + l.count; ++t) {
+    const int64_t* w = l.tiles + (2 + 2 * l.f.sources) * t;
+    for (int64_t i = 0; i < w[1]; ++i) {
+      float total = 0;
+      for (int s = 0; s < l.f.sources; ++s) {
+        const float v = load(l.pointers[static_cast<size_t>(w[2 + 2 * s])], w[3 + 2 * s] + i, 0);
+        total = s == 0 ? v : total + v;
+      }
+      total *= l.inverse;
+      if (l.f.accumulate != 0) total = load(l.output, w[0] + i, l.f.dst_dtype) + total;
+      results.emplace_back(w[0] + i, total);
+    }
+  }
+  for (const auto& [at, value] : results) store(l.output, at, l.f.dst_dtype, value);
+}
+
 void run_sum(const SumLaunch& l) {
+  if (l.f.sources != 0) return run_landing(l);
   for (int32_t t = l.first; t < l.first + l.count; ++t) {
     const int64_t* w = l.tiles + 6 * t;
     for (int64_t i = 0; i < w[5]; ++i) {
@@ -39,8 +64,7 @@ void run_sum(const SumLaunch& l) {
       }
       const float own = load(l.pointers[static_cast<size_t>(w[0])], w[1] + i, l.f.src_dtype);
       total = (l.f.staged == 0 ? own : total + own) * l.inverse;
-      if (l.f.dst_dtype == 0) reinterpret_cast<float*>(l.output)[w[4] + i] = total;
-      else reinterpret_cast<uint16_t*>(l.output)[w[4] + i] = float_to_bf16(total);
+      store(l.output, w[4] + i, l.f.dst_dtype, total);
     }
   }
 }

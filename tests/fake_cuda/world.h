@@ -77,9 +77,9 @@ struct Range {
   uint64_t reserved_at;
   bool mapped = false, accessible = false;
 };
-// Of the sum kernel: what its constants would be.
+// Of a kernel: what its constants would be. Landed partials are `sources`, 0 for the kernel of staged sums.
 struct FakeFunction {
-  int staged, src_dtype, dst_dtype, pointers, null_pointers;
+  int staged, src_dtype, dst_dtype, pointers, null_pointers, sources = 0, accumulate = 0;
 };
 
 struct World {

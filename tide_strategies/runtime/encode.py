@@ -177,4 +177,4 @@ class _Table:
             self.sources.extend(self._at(source))
         flags = _ACCUMULATE * op.accumulate | _SCALED * op.scaled
         dtypes = [_DTYPE[src_item], _DTYPE[op.dst_item]]
-        return [SUM, *self._at(op.dst), op.items, *dtypes, len(op.sources), first, flags]
+        return [SUM, *self._at(op.dst), op.items, *dtypes, len(op.sources), first, flags, isinstance(op, Land)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tide_strategies import _native
@@ -32,9 +32,12 @@ _HUGE_FROM_BYTES = 4 * 1024 * 1024
 
 
 def needed_memory(
-    layouts: Iterable[GroupLayout], topology: Topology, rank: int, chunk_bytes: int
+    layouts: Iterable[GroupLayout], topology: Topology, rank: int, chunk_bytes: int, *, slot_reuse: bool = False
 ) -> dict[tuple[Space, int], int]:
-    """Bytes that the collectives of groups with these layouts need on every rank beside their arguments."""
+    """Bytes that the collectives of groups with these layouts need on every rank beside their arguments.
+
+    ``slot_reuse``: reductions across nodes have the small outbox.
+    """
     needed: dict[tuple[Space, int], int] = {}
     for layout in dict.fromkeys(layouts):
         items = [Item.of_size(p.itemsize) for p in layout.params]
@@ -48,7 +51,7 @@ def needed_memory(
                     grad=Item.F32,
                     output=Item.BF16,
                     chunk_bytes=chunk_bytes,
-                    plan=_plan(topology),
+                    plan=plan_of(topology, slot_reuse),
                     bank=bank,
                 )
             )
@@ -65,9 +68,9 @@ def _all_gather(layout: GroupLayout, topology: Topology, rank: int, items: Seque
     return build(layout, topology, rank, items)
 
 
-def _plan(topology: Topology) -> BasePlan | None:
+def plan_of(topology: Topology, slot_reuse: bool = False) -> BasePlan | None:
     """Of reductions across nodes; all calls of an engine have the same."""
-    return default_plan(topology) if topology.nodes > 1 else None
+    return replace(default_plan(topology), slot_reuse=slot_reuse) if topology.nodes > 1 else None
 
 
 @dataclass
@@ -247,7 +250,7 @@ class GroupCollectives(LandingGroup):
             grad=grad,
             output=output,
             chunk_bytes=self._chunk_bytes,
-            plan=_plan(engine.topology),
+            plan=plan_of(engine.topology),
             bank=bank,
         )
         label = self._reduction_label(params, grad, output)

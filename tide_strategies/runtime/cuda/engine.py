@@ -2,25 +2,27 @@
 
 The CUDA counterpart of ``runtime/engine.py``. Nothing here waits: calls are enqueued on CUDA streams, and waits for
 peers happen on the device. A watchdog thread bounds them (``watchdog.py``).
+
+The host may stand for several nodes. Their ranks map each other's memory all the same, which is the rail between them:
+a put is a copy and a signal, like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from tide_strategies._native import cuda
-from tide_strategies.collectives.schedule import Schedule, Space
+from tide_strategies.collectives.schedule import SELF, Schedule, Space
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
+from tide_strategies.runtime.cuda.fit import fit
 from tide_strategies.runtime.cuda.memory import SharedAllocation, share_allocation
 from tide_strategies.runtime.cuda.watchdog import Watchdog
-from tide_strategies.runtime.encode import Encoded, encode
+from tide_strategies.runtime.encode import Base, Encoded, encode
 from tide_strategies.runtime.slots import Landing, Slot
 from tide_strategies.topology import Topology
-
-#: Streams of a schedule that the caller runs itself, with kernels of the framework.
-CALLERS_STREAMS = ("cast",)
 
 
 @dataclass(eq=False)
@@ -42,10 +44,10 @@ class CudaEngine:
     Args:
         exchange: all-gathers a small payload among the ranks, in rank order.
         rank: this rank in the group.
-        topology: one node with all ranks of the group.
+        topology: all ranks of the group; several nodes are virtual ones.
         device: this rank's CUDA device ordinal.
         slots: upper bound on landing slots, which sizes the counter table.
-        staging_bytes: bytes of staging on every rank.
+        memory: bytes that schedules need on every rank beside their arguments.
         timeout_s: bound of every wait.
 
     Raises:
@@ -60,20 +62,21 @@ class CudaEngine:
         device: int,
         *,
         slots: int,
-        staging_bytes: int,
+        memory: Mapping[tuple[Space, int], int],
         timeout_s: float,
     ) -> None:
         self.rank, self.topology, self.device, self.timeout_s = rank, topology, device, timeout_s
         self.book = CallBook(topology, slots)
         self._exchange = exchange
-        self._slots_used = 0
+        self._slots_used = self._reductions = 0
         self._bytes: dict[str, int] = {}
         # Who the peers are, whether they live, and why one stopped: kept in a little shared host memory.
         self.host = SharedArena.create(exchange, rank, topology.ranks, 1, timeout_s)
         cells = self._share(cuda.Control.control_bytes(topology.ranks, self.book.counters), "control")
         peers = [None if r == rank else m for r, m in enumerate(cells.mappings)]
         self.control = cuda.Control(device, topology.ranks, rank, self.book.counters, cells.mappings[rank], peers)
-        self._staging = self._share(staging_bytes, "staging") if staging_bytes else None
+        wanted = sorted(memory.items(), key=lambda item: (item[0][0].value, item[0][1]))
+        self._memory = {key: self._share(nbytes, key[0].value) for key, nbytes in wanted}
         exchange(b"ready")  # no rank may write into counters that their owner is still clearing
         self.watchdog = Watchdog(self.control, self.host, self.book, rank, timeout_s)
 
@@ -89,13 +92,22 @@ class CudaEngine:
 
     def collective(self, schedule: Schedule, inputs: int, label: str) -> CudaCollective:
         """Make a schedule callable. ``label`` names it in messages."""
-        streams = {name: ops for name, ops in schedule.streams.items() if name not in CALLERS_STREAMS}
-        return CudaCollective(self, encode(replace(schedule, streams=streams), inputs, cuda.Program), label)
+        node = list(self.topology.node_ranks(self.rank))
+        encoded = encode(fit(schedule), inputs, partial(cuda.Program, readers=node))
+        return CudaCollective(self, encoded, label)
 
-    def staging_address(self, rank: int) -> int:
-        """Address of a rank's staging in this process."""
-        assert self._staging is not None
-        return self._staging.addresses[rank]
+    def address(self, space: Space, index: int, at: int) -> int:
+        """Address in this process of a schedule's memory on rank ``at`` (or SELF)."""
+        return self._memory[space, index].addresses[self.rank if at == SELF else at]
+
+    def own(self, space: Space, index: int) -> cuda.Mapping:
+        """A schedule's memory on this rank."""
+        return self._memory[space, index].mappings[self.rank]
+
+    def next_bank(self) -> int:
+        """The bank of the next reduction across nodes: they alternate, whichever groups they belong to."""
+        self._reductions += 1
+        return self._reductions % 2
 
     def bytes_by_part(self) -> dict[str, int]:
         """Device memory of this rank by part."""
@@ -124,15 +136,19 @@ class CudaCollective:
         """The native program."""
         return self._encoded.program
 
+    @property
+    def bases(self) -> tuple[Base, ...]:
+        """Memory that a call needs addresses of, after its inputs."""
+        return self._encoded.bases
+
     def addresses(self, landing: Sequence[int] = (), output: int = 0) -> list[int]:
         """Addresses of everything but the inputs; ``landing`` has one per rank."""
         own = self._engine.rank
-        where = {
-            Space.LANDING: lambda at: landing[own if at < 0 else at],
-            Space.STAGING: self._engine.staging_address,
-            Space.OUTPUT: lambda at: output,
-        }
-        return [where[space](at) for space, _, at in self._encoded.bases]
+        where = {Space.LANDING: lambda at: landing[own if at < 0 else at], Space.OUTPUT: lambda at: output}
+        return [
+            where[space](at) if space in where else self._engine.address(space, index, at)
+            for space, index, at in self._encoded.bases
+        ]
 
     def begin(
         self, inputs: Sequence[int], others: Sequence[int], tag: int, slot: int = 0, divisor: float = 1.0
@@ -149,10 +165,13 @@ class CudaCollective:
             counters = self._counters[slot] = [engine.book.counter(c, slot) for c in self._encoded.counters]
         return self._encoded.program.begin(engine.control, [*inputs, *others], counters, tag, divisor)
 
-    def enqueue_all(self, call: cuda.Call, cuda_streams: dict[str, int]) -> None:
-        """Enqueue all streams of a call whose schedule has an order of issue, in that order. Returns at once."""
-        call.enqueue_lanes([cuda_streams[name] for name in self._encoded.streams])
+    def enqueue_streams(self, call: cuda.Call, cuda_streams: Mapping[str, int]) -> None:
+        """Enqueue those streams of a call that are named, each on the CUDA stream with its handle. Returns at once.
+
+        They are enqueued in the schedule's order of issue, whatever the order here.
+        """
+        call.enqueue_lanes([cuda_streams.get(name, 0) for name in self._encoded.streams])
 
     def enqueue(self, call: cuda.Call, stream: str, cuda_stream: int) -> None:
         """Enqueue one stream of a call on the CUDA stream with this handle. Returns at once."""
-        call.enqueue(self._encoded.streams[stream], cuda_stream)
+        self.enqueue_streams(call, {stream: cuda_stream})

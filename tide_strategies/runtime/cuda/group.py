@@ -1,24 +1,29 @@
 """The collectives of one parameter group on GPUs: the counterpart of ``runtime/group.py``.
 
 Calls are enqueued on CUDA streams given by handle; ordering between streams (events) is the caller's. The order of use
-is occupy, send, complete, vacate, and round again; or occupy, reuse, complete, vacate.
+is occupy, open, send, complete, vacate, and round again; or occupy, reuse, complete, vacate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from tide_strategies._native import cuda
 from tide_strategies.collectives.all_gather import all_gather, reuse
+from tide_strategies.collectives.all_gather_nodes import all_gather_nodes, slot_offsets
 from tide_strategies.collectives.reduce_scatter import reduce_scatter
-from tide_strategies.collectives.schedule import Item
+from tide_strategies.collectives.schedule import Item, Schedule, Space
 from tide_strategies.layout import GroupLayout, align
 from tide_strategies.runtime.cuda.engine import CudaCollective, CudaEngine, DeviceSlot
-from tide_strategies.runtime.group import LandingGroup
+from tide_strategies.runtime.cuda.fit import AFTER_CAST, BEFORE_CAST, sums_aligned
+from tide_strategies.runtime.group import LandingGroup, plan_of
 from tide_strategies.runtime.slots import SlotRing
+
+#: Elements of sums, as the native table numbers them.
+_ITEMS = (Item.F32, Item.BF16)
 
 _MIB = 1024 * 1024
 #: About twenty microseconds of an NVLink copy, in which the host enqueues the next chunk's calls.
@@ -54,7 +59,7 @@ def auto_sum_ctas(ranks: int) -> int:
 
 
 class SumKernel(Protocol):
-    """A compiled summing kernel (``tide_strategies.kernels``)."""
+    """A compiled kernel (``tide_strategies.kernels``)."""
 
     function: int
     threads: int
@@ -64,8 +69,14 @@ class SumKernel(Protocol):
     extra_null_pointers: int
 
 
-#: Compiles the kernel for (staged contributions, gradients, gradient element, output element, aligned).
-Kernels = Callable[[int, int, Item, Item, bool], SumKernel]
+class Kernels(Protocol):
+    """Where kernels come from."""
+
+    def sum(self, staged: int, pointers: int, grad: Item, output: Item, aligned: bool) -> SumKernel:
+        """The kernel that adds ``staged`` contributions and one of ``pointers`` gradients."""
+
+    def land(self, sources: int, pointers: int, output: Item, accumulate: bool, aligned: bool) -> SumKernel:
+        """The kernel that adds ``sources`` node partials, which lie in ``pointers`` places."""
 
 
 class CudaGroup(LandingGroup):
@@ -77,8 +88,10 @@ class CudaGroup(LandingGroup):
         layout: its geometry.
         home: the ring that the landing rotates through, or its own pinned slot.
         chunk_bytes: bytes of one contribution staged at a time.
-        kernels: compiles the summing kernel.
-        sum_ctas: thread blocks of the sum.
+        kernels: compiles kernels.
+        sum_ctas: thread blocks of a sum.
+        landing_ctas: thread blocks of a landing; by default as many.
+        slot_reuse: reductions across nodes have the small outbox.
     """
 
     def __init__(
@@ -90,19 +103,33 @@ class CudaGroup(LandingGroup):
         chunk_bytes: int,
         kernels: Kernels,
         sum_ctas: int,
+        *,
+        landing_ctas: int | None = None,
+        slot_reuse: bool = False,
     ) -> None:
         super().__init__(name, layout, engine.landing(layout.landing_bytes), home)
         self._engine, self._chunk_bytes = engine, chunk_bytes
-        self._kernels, self._sum_ctas = kernels, sum_ctas
-        items = [Item.of_size(p.itemsize) for p in layout.params]
-        schedule = all_gather(layout, engine.topology, engine.rank, items, shared_landing=False)
-        self._all_gather = engine.collective(schedule, len(layout.params), f"all-gather of {name!r}")
+        self._kernels, self._ctas = kernels, (sum_ctas, landing_ctas or sum_ctas)
+        self._plan = plan_of(engine.topology, slot_reuse)
+        self._all_gather = engine.collective(self._all_gather_schedule(), len(layout.params), f"all-gather of {name!r}")
         self._reuse = engine.collective(reuse(engine.topology, engine.rank), 0, f"reuse of {name!r}")
-        self._no_shards = [0] * len(layout.params)  # the caller's cast has put them into the own landing
+        self._no_shards = [0] * len(layout.params)  # the caller's cast puts them where they are sent from
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
-        self._reductions: dict[tuple[tuple[int, ...], Item, Item, bool], _Reduction] = {}
+        self._reductions: dict[tuple[tuple[int, ...], Item, Item, int, bool], _Reduction] = {}
         self._running: tuple[CudaCollective, cuda.Call] | None = None
         self._sends: dict[int, tuple[int, list[int]]] = {}
+
+    @property
+    def several_nodes(self) -> bool:
+        """Whether own shards are sent from the stage, by streams of the rail's and the landing's own."""
+        return self._engine.topology.nodes > 1
+
+    def own_shards(self) -> tuple[Any, list[int]]:
+        """Memory that this rank casts its padded shards into, and the byte where each parameter's begins."""
+        if self.several_nodes:
+            return self._engine.own(Space.STAGE, 0), list(slot_offsets(self.layout)[:-1])
+        rank, params = self._engine.rank, range(len(self.layout.params))
+        return self.landing.window, [self.layout.landing_offset(p, rank) for p in params]
 
     def occupy(self) -> DeviceSlot:
         """Back the landing with a slot. The caller waits until its own streams are through with that slot."""
@@ -110,8 +137,8 @@ class CudaGroup(LandingGroup):
         assert isinstance(slot, DeviceSlot)
         return slot
 
-    def send(self, slot: DeviceSlot, stream: int, versions: tuple[int, ...] | None = None) -> None:
-        """Enqueue the copies of the own shards, already in the own landing on ``stream``, to every peer's."""
+    def open(self, slot: DeviceSlot, stream: int, versions: tuple[int, ...] | None = None) -> None:
+        """Begin an all-gather; ``stream`` waits until the own shards may be cast to where they are sent from."""
         send = self._sends.get(slot.index)
         if send is None:  # a slot's addresses stay what they are
             tag = self._engine.book.tag(f"{self._all_gather.label} into slot {slot.index}")
@@ -119,7 +146,19 @@ class CudaGroup(LandingGroup):
         tag, others = send
         call = self._all_gather.begin(self._no_shards, others, tag, slot.index)
         self._running, self._versions = (self._all_gather, call), versions
-        self._all_gather.enqueue(call, "copy", stream)
+        if self.several_nodes:
+            self._all_gather.enqueue(call, BEFORE_CAST, stream)
+
+    def send(self, stream: int, rail: int = 0, place: int = 0) -> None:
+        """Enqueue what brings the own shards, cast on ``stream``, to every rank.
+
+        On one node ``stream`` sends them on. Otherwise ``rail`` exchanges them with other nodes, and ``place`` brings
+        what arrives to every landing of the node.
+        """
+        assert self._running is not None
+        collective, call = self._running
+        streams = {AFTER_CAST: stream, "rail": rail, "copy": place} if self.several_nodes else {"copy": stream}
+        collective.enqueue_streams(call, streams)
         self.all_gathers.calls += 1
         self.all_gathers.bytes += self._bytes * (self.layout.ranks - 1)
 
@@ -151,29 +190,39 @@ class CudaGroup(LandingGroup):
         gradients: Sequence[int],
         output_address: int,
         divisor: float,
-        streams: tuple[int, int],
+        streams: Sequence[int],
     ) -> None:
-        """Enqueue the reduction of the gradients of ``params`` on the (push, sum) streams.
+        """Enqueue the reduction of the gradients of ``params`` on the (push, sum, network) streams.
 
-        The result is at ``output_address`` once the sum stream has run; the gradients have been read once both have.
+        The gradients have been read once push and sum have run. The result is at ``output_address`` once network has,
+        or sum on one node, where network may be left out.
         """
-        aligned = self._aligned(params, gradients, output_address, grad)
-        key = (params, grad, output, aligned)
+        bank = self._engine.next_bank() if self.several_nodes else 0
+        key = (params, grad, output, bank, self._aligned(params, gradients, output_address))
         reduction = self._reductions.get(key)
         if reduction is None:
             reduction = self._reductions[key] = self._build_reduction(*key)
         collective = reduction.collective
         call = collective.begin(gradients, collective.addresses(output=output_address), reduction.tag, 0, divisor)
-        collective.enqueue_all(call, {"push": streams[0], "sum": streams[1]})
+        collective.enqueue_streams(call, dict(zip(("push", "sum", "network"), streams, strict=False)))
         self.reduce_scatters.calls += 1
         self.reduce_scatters.bytes += reduction.bytes
 
-    def _aligned(self, params: tuple[int, ...], gradients: Sequence[int], output: int, grad: Item) -> bool:
+    def _all_gather_schedule(self) -> Schedule:
+        layout, topology, rank = self.layout, self._engine.topology, self._engine.rank
+        items = [Item.of_size(p.itemsize) for p in layout.params]
+        # With one rank a node too, as on CPUs: the rail lane's puts land in landings of other nodes.
+        build = all_gather_nodes if self.several_nodes else all_gather
+        return build(layout, topology, rank, items, shared_landing=False, interleave=False)
+
+    def _aligned(self, params: tuple[int, ...], gradients: Sequence[int], output: int) -> bool:
         """Whether every address and length lets the kernel move 16 bytes at a time."""
         lengths = all(self.layout.shard_items(p) % 8 == 0 for p in params)
         return lengths and output % 16 == 0 and all(g % 16 == 0 for g in gradients)
 
-    def _build_reduction(self, params: tuple[int, ...], grad: Item, output: Item, aligned: bool) -> _Reduction:
+    def _build_reduction(
+        self, params: tuple[int, ...], grad: Item, output: Item, bank: int, aligned: bool
+    ) -> _Reduction:
         engine = self._engine
         layout = GroupLayout(tuple(self.layout.params[p] for p in params), self.layout.ranks)
         schedule = reduce_scatter(
@@ -184,21 +233,34 @@ class CudaGroup(LandingGroup):
             output=output,
             chunk_bytes=self._chunk_bytes,
             interleave=False,
+            plan=self._plan,
+            bank=bank,
         )
         label = self._reduction_label(params, grad, output)
         collective = engine.collective(schedule, len(params), label)
-        kernel = self._kernels(layout.ranks - 1, len(params), grad, output, aligned)
-        collective.program.set_sum_kernel(
-            kernel.function,
-            kernel.threads,
-            kernel.shared_bytes,
-            self._sum_ctas,
-            kernel.pointers,
-            kernel.tile,
-            kernel.extra_null_pointers,
-        )
+        wide = {landing: aligned and sums_aligned(schedule, landing) for landing in (False, True)}
+        # Partials are in inboxes, spares and the running sum.
+        places = sum(space is not Space.OUTPUT for space, _, _ in collective.bases)
+        kernels = []
+        for number, (landing, sources, _, dst, accumulate) in enumerate(collective.program.sum_kinds):
+            if landing:
+                kernel = self._kernels.land(sources, places, _ITEMS[dst], accumulate, wide[True])
+            else:
+                kernel = self._kernels.sum(sources - 1, len(params), grad, _ITEMS[dst], wide[False])
+            kernels.append(kernel)
+            collective.program.set_sum_kernel(
+                kernel.function,
+                kernel.threads,
+                kernel.shared_bytes,
+                self._ctas[landing],
+                kernel.pointers,
+                kernel.tile,
+                kernel.extra_null_pointers,
+                device=engine.device,
+                kind=number,
+            )
         sent = self._sent_bytes(params, grad, engine.rank)
-        return _Reduction(collective, engine.book.tag(label), sent, kernel)
+        return _Reduction(collective, engine.book.tag(label), sent, tuple(kernels))
 
 
 @dataclass(frozen=True)
@@ -206,4 +268,4 @@ class _Reduction:
     collective: CudaCollective
     tag: int
     bytes: int
-    kernel: SumKernel  # keeps the module loaded
+    kernels: tuple[SumKernel, ...]  # keeps their modules loaded
