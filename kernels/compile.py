@@ -126,7 +126,9 @@ def compile_sum(
             loading fails, or the trial launch does not give the promised bytes.
         ValueError: if an argument is out of range.
     """
-    return _kernel(SumSpec(staged, pointer_count(pointers), _dtype(grad_dtype), _dtype(out_dtype), aligned), shape, device)
+    return _kernel(
+        SumSpec(staged, pointer_count(pointers), _dtype(grad_dtype), _dtype(out_dtype), aligned), shape, device
+    )
 
 
 def compile_land(

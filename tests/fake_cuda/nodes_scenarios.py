@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 from ranks import launch, values
-from stage import BF16, FP32, array, calls, fake, memory, play, program, scenario, until
+from stage import array, calls, fake, memory, play, program, scenario, until
 
 from tide_strategies._native import cuda
-from tide_strategies.collectives.schedule import Item, Space
+from tide_strategies.collectives.schedule import Item
 from tide_strategies.errors import TidePeerError, TideTimeoutError
 from tide_strategies.kernels.tiles import pointer_count
 from tide_strategies.layout import GroupLayout, ParamShape
@@ -20,7 +20,7 @@ from tide_strategies.runtime.cuda.engine import CudaEngine
 from tide_strategies.runtime.cuda.group import CudaGroup
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.group import GroupCollectives, needed_memory
-from tide_strategies.runtime.slots import Slot, SlotRing
+from tide_strategies.runtime.slots import SlotRing
 from tide_strategies.topology import Topology
 
 COPY, RAW = 0, 2
@@ -40,9 +40,7 @@ class FakeKernels:
 
     def land(self, sources, pointers, output, accumulate, aligned):
         count = pointer_count(pointers)
-        return self._kernel(
-            fake.fake_land_function(sources, output is Item.BF16, bool(accumulate), count, 2), count
-        )
+        return self._kernel(fake.fake_land_function(sources, output is Item.BF16, bool(accumulate), count, 2), count)
 
     def _kernel(self, function, pointers):
         return SimpleNamespace(
@@ -162,17 +160,20 @@ def cpu_sums(rank, exchange, topology, gradients, out_item, divisor):
     return out
 
 
+def _values(rng, ranks):
+    """Arrays by group, turn and parameter."""
+    return [
+        [[bf16(rng.standard_normal(s)) for s in SIZES[: len(x.params)]] for _ in range(TURNS)] for x in layouts(ranks)
+    ]
+
+
 def _collectives(rank, exchange, shape, out_item, slot_reuse, chunk_bytes):
     topology = Topology(*shape)
     n = topology.ranks
-    everyone = [np.random.default_rng(1), np.random.default_rng(100 + rank)]
-    full = [[[bf16(everyone[0].standard_normal(s)) for s in SIZES[: len(x.params)]] for _ in range(TURNS)] for x in layouts(n)]
-    grads = [[[bf16(everyone[1].standard_normal(s)) for s in SIZES[: len(x.params)]] for _ in range(TURNS)] for x in layouts(n)]
+    full, grads = _values(np.random.default_rng(1), n), _values(np.random.default_rng(100 + rank), n)
     device = rank % 2
     here = Rank(rank, exchange, topology, device, chunk_bytes=chunk_bytes, slot_reuse=slot_reuse)
-    outputs = [
-        [memory(x.output_items * 4, device) for _ in range(TURNS)] for x in layouts(n)
-    ]
+    outputs = [[memory(x.output_items * 4, device) for _ in range(TURNS)] for x in layouts(n)]
     for turn in range(TURNS):
         for i, group in enumerate(here.groups):  # both at once, then the reductions behind them
             params = range(len(group.layout.params))

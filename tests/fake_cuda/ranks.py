@@ -25,9 +25,7 @@ def launch(ranks, function, *arguments, timeout_s=60.0):
     """Run ``function(rank, exchange, *arguments)`` in ``ranks`` processes; their results."""
     fork = mp.get_context("fork")
     pipes = [fork.Pipe() for _ in range(ranks)]
-    processes = [
-        fork.Process(target=_main, args=(function, r, pipes, arguments), daemon=True) for r in range(ranks)
-    ]
+    processes = [fork.Process(target=_main, args=(function, r, pipes, arguments), daemon=True) for r in range(ranks)]
     for p in processes:
         p.start()
     for _, theirs in pipes:

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from tide_strategies.collectives.reduce_scatter import BANKS, PIECE_ALIGNMENT
+from tide_strategies.collectives.reduce_scatter import PIECE_ALIGNMENT
 from tide_strategies.config import TideConfig, TopologyConfig
-from tide_strategies.errors import TideConfigError
+from tide_strategies.errors import TideArenaError, TideConfigError
 from tide_strategies.fsdp2.cpu_path import CpuPath
 from tide_strategies.fsdp2.eligibility import shard_item
-from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors
+from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors, shard_tensors
 from tide_strategies.layout import GroupLayout, align
 from tide_strategies.runtime import bootstrap
 from tide_strategies.runtime.engine import Engine
@@ -90,17 +90,20 @@ def _connect_cuda(
     from tide_strategies.runtime.cuda.engine import CudaEngine
     from tide_strategies.runtime.cuda.sum_kernels import sum_kernels
 
-    size = ranks.size()
+    topology = _device_topology(exchange, config, ranks.size())
     slices = [sum(s.itemsize * m.layout.shard_items(p) for p, s in enumerate(m.layout.params)) for m in members]
-    chunk_bytes = _chunk_bytes(config, cuda_group.auto_chunk_bytes(max(slices)))
+    # Across nodes, a chunk has a row for each rank of a node.
+    rows = topology.local_ranks if topology.nodes > 1 else 1
+    chunk_bytes = _chunk_bytes(config, cuda_group.auto_chunk_bytes(max(slices)), rows)
     device = torch.cuda.current_device()
+    slot_reuse = config.reduce_scatter.mode == "slot_reuse"
     engine = CudaEngine(
         exchange,
         ranks.rank(),
-        Topology(1, size),
+        topology,
         device,
         slots=len(members) + config.all_gather.slots,
-        staging_bytes=BANKS * (size - 1) * chunk_bytes,
+        memory=needed_memory((m.layout for m in members), topology, ranks.rank(), chunk_bytes, slot_reuse=slot_reuse),
         timeout_s=config.timeout_s,
     )
     try:
@@ -109,19 +112,25 @@ def _connect_cuda(
         engine.close()
         raise
     streams = CudaStreams(torch.device("cuda", device))
-    ctas = config.reduce_scatter.sum_ctas
-    sum_ctas = cuda_group.auto_sum_ctas(size) if ctas == "auto" else ctas
+    ctas, landing_ctas = config.reduce_scatter.sum_ctas, config.reduce_scatter.landing_ctas
+    auto_ctas = cuda_group.auto_sum_ctas(topology.local_ranks)
     for member, home in zip(members, homes, strict=True):
         _reshard(member.group)
         collectives = cuda_group.CudaGroup(
-            engine, member.name, member.layout, home, chunk_bytes, sum_kernels(device), sum_ctas
+            engine,
+            member.name,
+            member.layout,
+            home,
+            chunk_bytes,
+            sum_kernels(device),
+            auto_ctas if ctas == "auto" else ctas,
+            landing_ctas=auto_ctas if landing_ctas == "auto" else landing_ctas,
+            slot_reuse=slot_reuse,
         )
         window = collectives.landing.window
         landing = CudaLanding(
-            own=landing_tensors(member.group, member.layout, window, engine.rank),
-            gradients=landing_tensors(member.group, member.layout, window)
-            if config.reduce_scatter.mode == "slot_reuse"
-            else None,
+            own=shard_tensors(member.group, member.layout, *collectives.own_shards()),
+            gradients=landing_tensors(member.group, member.layout, window) if slot_reuse else None,
             poison=torch.from_dlpack(window.tensor(0, member.layout.landing_bytes, "uint8"))
             if config.debug.poison_slots
             else None,
@@ -155,10 +164,28 @@ def stated_topology(config: TideConfig) -> Topology | None:
     return Topology(stated.nodes, stated.gpus_per_node) if isinstance(stated, TopologyConfig) else None
 
 
-def _chunk_bytes(config: TideConfig, auto: int) -> int:
+def _device_topology(exchange: Exchange, config: TideConfig, ranks: int) -> Topology:
+    """Of GPU ranks. The several nodes that a user states are virtual ones: all ranks map each other's memory.
+
+    Raises:
+        TideArenaError: on every rank alike, if they cannot (TIDE-F023), or another rail is asked for (TIDE-F028).
+    """
+    topology = stated_topology(config) or Topology(1, ranks)
+    if topology.nodes == 1:
+        return topology
+    try:
+        bootstrap.check_one_host(exchange_json(exchange, bootstrap.host_identity()))
+    except TideArenaError as e:
+        raise TideArenaError(f"{topology}, but {e}", "TIDE-F023") from e
+    if config.rail not in ("auto", "local"):
+        raise TideArenaError(f"rail: {config.rail} does not connect GPU ranks that share a host", "TIDE-F028")
+    return topology
+
+
+def _chunk_bytes(config: TideConfig, auto: int, rows: int = 1) -> int:
     stated = config.reduce_scatter.chunk_bytes
-    # Twice the alignment of pieces, so that chunks begin on multiples of 8 elements of either size (kernels/sum.py).
-    return auto if stated == "auto" else align(stated, 2 * PIECE_ALIGNMENT)
+    # Twice the alignment of pieces, so that rows begin on multiples of 8 elements of either size (kernels/sum.py).
+    return align(auto if stated == "auto" else stated, 2 * PIECE_ALIGNMENT * rows)
 
 
 def _reshard(group: Any) -> None:

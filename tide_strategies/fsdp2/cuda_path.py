@@ -9,6 +9,10 @@ Three moments of a landing are kept apart, each with its own event or counter:
 
 Under Slot-Reuse (paper, section 5.3) a landing whose parameters are done with takes the gradients before it is vacated.
 
+Across nodes, each rank's shards are cast into the stage rather than the landing; a stream of the rail's own exchanges
+them, and another places what arrives. Reductions have a stream of their own for each of their three parts, so that one
+call's gradients are read while another's partials are under way (paper, section 5.2).
+
 Every call here is on the host's critical path: events are made once and recorded again, and nothing is asked of torch
 twice.
 """
@@ -38,6 +42,11 @@ class CudaStreams:
         self.completion = torch.cuda.Stream(device, priority=high)
         self.readiness = torch.cuda.Stream(device, priority=high)
         self.push = torch.cuda.Stream(device, priority=high)
+        # Of collectives across nodes.
+        self.rail = torch.cuda.Stream(device, priority=high)
+        self.place = torch.cuda.Stream(device, priority=high)
+        self.sum = torch.cuda.Stream(device, priority=high)
+        self.network = torch.cuda.Stream(device, priority=high)
         self.vacated: dict[int, torch.cuda.Event] = {}
 
 
@@ -46,7 +55,7 @@ class CudaLanding:
     """Views of a group's landing, one per parameter.
 
     Args:
-        own: this rank's padded shards.
+        own: this rank's padded shards, where they are sent from (across nodes, in the stage).
         gradients: room for each unsharded gradient, where its parameter lies; None under In-Place.
         poison: the whole landing as bytes, to be made NaN when vacated; None to leave it.
     """
@@ -85,19 +94,21 @@ class CudaPath:
         if stream == current:  # an explicit unshard: waits for peers must not hold up the program's own stream
             stream = self.streams.gather
             cuda.order(current.cuda_stream, stream.cuda_stream)
+        place = self.streams.place if self.collectives.several_nodes else stream
         slot = self._slot = self.collectives.occupy()
         vacated = self.streams.vacated.get(slot.index)
         if vacated is not None:
-            stream.wait_event(vacated)
+            place.wait_event(vacated)
+        self.collectives.open(slot, stream.cuda_stream, versions)
         torch.cuda.set_stream(stream)
         try:
             with torch.no_grad():
                 torch._foreach_copy_(self._landing.own, list(shards))
         finally:
             torch.cuda.set_stream(current)
-        self.collectives.send(slot, stream.cuda_stream, versions)
+        self.collectives.send(stream.cuda_stream, self.streams.rail.cuda_stream, place.cuda_stream)
         completion = self.streams.completion
-        cuda.order(stream.cuda_stream, completion.cuda_stream)
+        cuda.order(place.cuda_stream, completion.cuda_stream)
         self.collectives.complete(completion.cuda_stream)
         self._readable_event.record(completion)
         self._readable = False
@@ -151,10 +162,15 @@ class CudaPath:
     def reduce_scatter(
         self, params: tuple[int, ...], gradients: Sequence[torch.Tensor], output: torch.Tensor, divisor: float
     ) -> None:
-        """Enqueue the reduction into ``output`` on the current stream (FSDP2's reduce-scatter stream)."""
+        """Enqueue the reduction into ``output``; the current stream (FSDP2's reduce-scatter stream) waits for it."""
         start = time.perf_counter()
-        current, push = torch.cuda.current_stream(self.streams.device).cuda_stream, self.streams.push.cuda_stream
-        cuda.order(current, push)
+        streams = self.streams
+        current = torch.cuda.current_stream(streams.device).cuda_stream
+        several = self.collectives.several_nodes
+        own = (streams.sum.cuda_stream, streams.network.cuda_stream) if several else (current,)
+        reading = (streams.push.cuda_stream, *own)
+        for stream in reading:
+            cuda.order(current, stream)
         self.collectives.reduce_scatter(
             params,
             REDUCIBLE[gradients[0].dtype],
@@ -162,7 +178,8 @@ class CudaPath:
             [g.data_ptr() for g in gradients],
             output.data_ptr(),
             divisor,
-            (push, current),
+            reading,
         )
-        cuda.order(push, current)  # the gradients have been read once this stream is past here
+        for stream in reading:  # the gradients have been read, and the output is there, once this stream is past here
+            cuda.order(stream, current)
         self.collectives.reduce_scatters.seconds += time.perf_counter() - start

@@ -44,7 +44,7 @@ def group_verdict(group: Any, config: TideConfig) -> Verdict:
         or (_gpu_verdict(group) if group.device.type == "cuda" else None)
         or next(filter(None, (_param_verdict(p) for p in group.fsdp_params)), None)
         or _reduction_verdict(group)
-        or _topology_verdict(config, ranks, group.device.type)
+        or _topology_verdict(config, ranks)
         or _plan_verdict(group, config)
     )
 
@@ -126,11 +126,8 @@ def _reduction_verdict(group: Any) -> Verdict | None:
     return None
 
 
-def _topology_verdict(config: TideConfig, ranks: int, device_type: str) -> Verdict | None:
+def _topology_verdict(config: TideConfig, ranks: int) -> Verdict | None:
     stated = config.topology
-    if not isinstance(stated, TopologyConfig):
+    if not isinstance(stated, TopologyConfig) or stated.nodes * stated.gpus_per_node == ranks:
         return None
-    words = f"{stated.nodes}x{stated.gpus_per_node}"
-    if stated.nodes * stated.gpus_per_node != ranks:
-        return fallback("TIDE-F024", words, ranks)
-    return fallback("TIDE-F023", words) if stated.nodes > 1 and device_type != "cpu" else None
+    return fallback("TIDE-F024", f"{stated.nodes}x{stated.gpus_per_node}", ranks)

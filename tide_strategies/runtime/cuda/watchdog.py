@@ -85,7 +85,7 @@ class Watchdog:
         for wait in self._control.overdue(min(_SUSPICIOUS_S, self._timeout_s)):
             if self._dead(wait["writer"]):
                 return TidePeerError(f"TIDE: rank {wait['writer']} is dead: {self._words(wait)}. {_STOP}")
-        # Streams of this rank wait for each other too, and so for what one of them awaits from a peer: that comes first.
+        # Streams of this rank wait for each other too, and so for what one of them awaits from a peer: blame that.
         for wait in sorted(self._control.overdue(self._timeout_s), key=lambda w: bool(w["writer"] == self._rank)):
             return TideTimeoutError(
                 f"TIDE: no progress within timeout_s={self._timeout_s:g}: {self._words(wait)}. If that rank only needs "
