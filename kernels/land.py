@@ -1,8 +1,8 @@
 """The Triton kernel of landing: fp32 sums of node partials out of the inboxes of a node (paper, section 4.2).
 
-Where the NVSwitch does not add them, each rank reads its rows of the partials from its peers' memory. Arguments are those
-of ``kernels.sum``, but ``staging`` is not read and ``addresses`` are those of inboxes and spares; the rows of the tile
-table are other ones (``kernels.tiles``).
+Where the NVSwitch does not add them, each rank reads its rows of the partials from its peers' memory. Arguments are
+those of ``kernels.sum``, but ``staging`` is not read and ``addresses`` are those of inboxes and spares. The rows of the
+tile table are other ones (``kernels.tiles``).
 """
 
 # Triton reads annotations and tuples in its own way.

@@ -105,9 +105,10 @@ def test_the_compiled_kernel_moves_whole_vectors_and_contracts_nothing(
     # Full tiles move 16 bytes at a time; the last one of a landing goes element by element.
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= sources * per_thread // 4
     assert "st.global.v4" in ptx
-    assert LAND_HEAD_WORDS + sources * LAND_SOURCE_WORDS == make_land_trial(
-        sources, 3, 64, "fp32", accumulate, True, "cpu"
-    ).tiles.shape[1]
+    assert (
+        LAND_HEAD_WORDS + sources * LAND_SOURCE_WORDS
+        == make_land_trial(sources, 3, 64, "fp32", accumulate, True, "cpu").tiles.shape[1]
+    )
 
 
 def test_what_cannot_be_landed_is_refused() -> None:

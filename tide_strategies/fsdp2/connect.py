@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from tide_strategies.collectives.reduce_scatter import PIECE_ALIGNMENT
+from tide_strategies.collectives.schedule import Item
 from tide_strategies.config import TideConfig, TopologyConfig
 from tide_strategies.errors import TideArenaError, TideConfigError
+from tide_strategies.fsdp2.access import unsharded_dtype
 from tide_strategies.fsdp2.cpu_path import CpuPath
-from tide_strategies.fsdp2.eligibility import shard_item
+from tide_strategies.fsdp2.eligibility import REDUCIBLE, shard_item
 from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors, shard_tensors
 from tide_strategies.layout import GroupLayout, align
 from tide_strategies.runtime import bootstrap
@@ -24,6 +26,10 @@ from tide_strategies.runtime.hosts import place
 from tide_strategies.runtime.rails.p2p import P2PRail, open_rail
 from tide_strategies.runtime.slots import Slot, SlotRing
 from tide_strategies.topology import Topology
+
+if TYPE_CHECKING:
+    from tide_strategies.runtime.cuda.engine import CudaEngine
+    from tide_strategies.runtime.cuda.group import CudaGroup, Kernels
 
 
 class Member(Protocol):
@@ -86,15 +92,15 @@ def _connect_cuda(
     exchange: Exchange, ranks: dist.ProcessGroup, members: Sequence[Member], config: TideConfig
 ) -> AnyEngine:
     from tide_strategies.fsdp2.cuda_path import CudaLanding, CudaPath, CudaStreams
-    from tide_strategies.runtime.cuda import group as cuda_group
     from tide_strategies.runtime.cuda.engine import CudaEngine
+    from tide_strategies.runtime.cuda.group import auto_chunk_bytes
     from tide_strategies.runtime.cuda.sum_kernels import sum_kernels
 
     topology = _device_topology(exchange, config, ranks.size())
     slices = [sum(s.itemsize * m.layout.shard_items(p) for p, s in enumerate(m.layout.params)) for m in members]
     # Across nodes, a chunk has a row for each rank of a node.
     rows = topology.local_ranks if topology.nodes > 1 else 1
-    chunk_bytes = _chunk_bytes(config, cuda_group.auto_chunk_bytes(max(slices)), rows)
+    chunk_bytes = _chunk_bytes(config, auto_chunk_bytes(max(slices)), rows)
     device = torch.cuda.current_device()
     slot_reuse = config.reduce_scatter.mode == "slot_reuse"
     engine = CudaEngine(
@@ -107,26 +113,14 @@ def _connect_cuda(
         timeout_s=config.timeout_s,
     )
     try:
-        homes = _homes(engine, members, config)
+        groups = _device_groups(engine, members, config, chunk_bytes, sum_kernels(device))
+        _prepare(exchange, ranks.rank(), members, groups)
     except BaseException:
         engine.close()
         raise
     streams = CudaStreams(torch.device("cuda", device))
-    ctas, landing_ctas = config.reduce_scatter.sum_ctas, config.reduce_scatter.landing_ctas
-    auto_ctas = cuda_group.auto_sum_ctas(topology.local_ranks)
-    for member, home in zip(members, homes, strict=True):
+    for member, collectives in zip(members, groups, strict=True):
         _reshard(member.group)
-        collectives = cuda_group.CudaGroup(
-            engine,
-            member.name,
-            member.layout,
-            home,
-            chunk_bytes,
-            sum_kernels(device),
-            auto_ctas if ctas == "auto" else ctas,
-            landing_ctas=auto_ctas if landing_ctas == "auto" else landing_ctas,
-            slot_reuse=slot_reuse,
-        )
         window = collectives.landing.window
         landing = CudaLanding(
             own=shard_tensors(member.group, member.layout, *collectives.own_shards()),
@@ -138,6 +132,56 @@ def _connect_cuda(
         member.binding = GroupBinding(CudaPath(collectives, streams, landing), config.all_gather.cache)
         adopt(member.group, landing_tensors(member.group, member.layout, window), member.binding)
     return engine
+
+
+def _device_groups(
+    engine: CudaEngine, members: Sequence[Member], config: TideConfig, chunk_bytes: int, kernels: Kernels
+) -> list[CudaGroup]:
+    """The collectives of each group, all with the same options."""
+    from tide_strategies.runtime.cuda.group import CudaGroup, auto_sum_ctas
+
+    options = config.reduce_scatter
+    auto = auto_sum_ctas(engine.topology.local_ranks)
+    ctas, landing_ctas = (auto if n == "auto" else n for n in (options.sum_ctas, options.landing_ctas))
+    return [
+        CudaGroup(
+            engine,
+            member.name,
+            member.layout,
+            home,
+            chunk_bytes,
+            kernels,
+            ctas,
+            landing_ctas=landing_ctas,
+            slot_reuse=options.mode == "slot_reuse",
+        )
+        for member, home in zip(members, _homes(engine, members, config), strict=True)
+    ]
+
+
+def _prepare(exchange: Exchange, rank: int, members: Sequence[Member], groups: Sequence[CudaGroup]) -> None:
+    """Compile what steps will need, on all ranks or, with a TideArenaError on each, on none."""
+    from tide_strategies.kernels.compile import KernelUnavailableError
+
+    error = None
+    try:
+        for member, collectives in zip(members, groups, strict=True):
+            for reduction in _expected_reductions(member.group):
+                collectives.prepare(*reduction)
+    except KernelUnavailableError as e:
+        error = str(e)
+    bootstrap.agree(exchange, rank, error, "compiling the kernels of reductions", code="TIDE-F016")
+
+
+def _expected_reductions(group: Any) -> list[tuple[tuple[int, ...], Item, Item]]:
+    """(parameters, element of the gradients, element of their sum) of a group's usual reduction, if they are known."""
+    trained = tuple(i for i, p in enumerate(group.fsdp_params) if p.sharded_param.requires_grad)
+    dtypes = {unsharded_dtype(group.fsdp_params[i]) for i in trained}
+    if len(dtypes) != 1:
+        return []
+    dtype = dtypes.pop()
+    reduced = getattr(group, "_reduce_dtype", None) or dtype
+    return [(trained, REDUCIBLE[dtype], REDUCIBLE[reduced])] if {dtype, reduced} <= REDUCIBLE.keys() else []
 
 
 def _open_rail(exchange: Exchange, ranks: dist.ProcessGroup, topology: Topology, timeout_s: float) -> P2PRail:

@@ -20,7 +20,7 @@ twice.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,8 +78,8 @@ class CudaPath:
         self.collectives, self.streams = collectives, streams
         self._landing = landing
         self._slot: DeviceSlot | None = None
-        self._readable_event = torch.cuda.Event()
-        self._readable = True
+        self._readable_event, self._ready_event, self._read_event = (torch.cuda.Event() for _ in range(3))
+        self._readable, self._ready = True, False
 
     @property
     def keeps_gradients(self) -> bool:
@@ -159,18 +159,38 @@ class CudaPath:
             torch._foreach_copy_(kept, list(gradients))
         return kept
 
+    def gradients_ready(self) -> None:
+        """Note where the compute stream, which is the current one, is now."""
+        if self.collectives.several_nodes:
+            self._ready_event.record()
+            self._ready = True
+
     def reduce_scatter(
-        self, params: tuple[int, ...], gradients: Sequence[torch.Tensor], output: torch.Tensor, divisor: float
+        self,
+        params: tuple[int, ...],
+        gradients: Sequence[torch.Tensor],
+        output: torch.Tensor,
+        divisor: float,
+        let_go: Callable[[], None] = lambda: None,
     ) -> None:
         """Enqueue the reduction into ``output``; the current stream (FSDP2's reduce-scatter stream) waits for it."""
         start = time.perf_counter()
         streams = self.streams
-        current = torch.cuda.current_stream(streams.device).cuda_stream
+        current = torch.cuda.current_stream(streams.device)
         several = self.collectives.several_nodes
-        own = (streams.sum.cuda_stream, streams.network.cuda_stream) if several else (current,)
-        reading = (streams.push.cuda_stream, *own)
-        for stream in reading:
-            cuda.order(current, stream)
+        reading = (streams.push, streams.sum if several else current)
+        writing = streams.network if several else current
+        if several:
+            # Reads begin when the gradients are there, though the current stream may wait for an earlier network phase.
+            if not self._ready:
+                self._ready_event.record(current)
+            self._ready = False
+            for stream in reading:
+                stream.wait_event(self._ready_event)
+            # The output's memory may have been something else's on the current stream.
+            cuda.order(current.cuda_stream, writing.cuda_stream)
+        else:
+            cuda.order(current.cuda_stream, streams.push.cuda_stream)
         self.collectives.reduce_scatter(
             params,
             REDUCIBLE[gradients[0].dtype],
@@ -178,8 +198,16 @@ class CudaPath:
             [g.data_ptr() for g in gradients],
             output.data_ptr(),
             divisor,
-            reading,
+            [s.cuda_stream for s in (*reading, writing)],
         )
-        for stream in reading:  # the gradients have been read, and the output is there, once this stream is past here
-            cuda.order(stream, current)
+        for stream in reading:
+            cuda.order(stream.cuda_stream, current.cuda_stream)
+        if several:
+            self._read_event.record(current)
+        let_go()
+        cuda.order(writing.cuda_stream, current.cuda_stream)
         self.collectives.reduce_scatters.seconds += time.perf_counter() - start
+
+    def gradients_read(self) -> torch.cuda.Event | None:
+        """The event after the pushes and sums across nodes, when partials are still under way."""
+        return self._read_event if self.collectives.several_nodes else None

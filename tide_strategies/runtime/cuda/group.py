@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from tide_strategies._native import cuda
 from tide_strategies.collectives.all_gather import all_gather, reuse
 from tide_strategies.collectives.all_gather_nodes import all_gather_nodes, slot_offsets
-from tide_strategies.collectives.reduce_scatter import reduce_scatter
+from tide_strategies.collectives.reduce_scatter import BANKS, reduce_scatter
 from tide_strategies.collectives.schedule import Item, Schedule, Space
 from tide_strategies.layout import GroupLayout, align
 from tide_strategies.runtime.cuda.engine import CudaCollective, CudaEngine, DeviceSlot
@@ -198,10 +198,7 @@ class CudaGroup(LandingGroup):
         or sum on one node, where network may be left out.
         """
         bank = self._engine.next_bank() if self.several_nodes else 0
-        key = (params, grad, output, bank, self._aligned(params, gradients, output_address))
-        reduction = self._reductions.get(key)
-        if reduction is None:
-            reduction = self._reductions[key] = self._build_reduction(*key)
+        reduction = self._reduction(params, grad, output, bank, self._aligned(params, [*gradients, output_address]))
         collective = reduction.collective
         call = collective.begin(gradients, collective.addresses(output=output_address), reduction.tag, 0, divisor)
         collective.enqueue_streams(call, dict(zip(("push", "sum", "network"), streams, strict=False)))
@@ -215,10 +212,25 @@ class CudaGroup(LandingGroup):
         build = all_gather_nodes if self.several_nodes else all_gather
         return build(layout, topology, rank, items, shared_landing=False, interleave=False)
 
-    def _aligned(self, params: tuple[int, ...], gradients: Sequence[int], output: int) -> bool:
+    def prepare(self, params: tuple[int, ...], grad: Item, output: Item) -> None:
+        """Compile and upload what reductions of ``params`` will need, if memory comes from an allocator as it does.
+
+        In a step this would make the host wait for the device, and the device may be waiting for peers.
+        """
+        for bank in range(BANKS if self.several_nodes else 1):
+            self._reduction(params, grad, output, bank, self._aligned(params, ()))
+
+    def _aligned(self, params: tuple[int, ...], addresses: Sequence[int]) -> bool:
         """Whether every address and length lets the kernel move 16 bytes at a time."""
         lengths = all(self.layout.shard_items(p) % 8 == 0 for p in params)
-        return lengths and output % 16 == 0 and all(g % 16 == 0 for g in gradients)
+        return lengths and all(a % 16 == 0 for a in addresses)
+
+    def _reduction(self, params: tuple[int, ...], grad: Item, output: Item, bank: int, aligned: bool) -> _Reduction:
+        key = (params, grad, output, bank, aligned)
+        reduction = self._reductions.get(key)
+        if reduction is None:
+            reduction = self._reductions[key] = self._build_reduction(*key)
+        return reduction
 
     def _build_reduction(
         self, params: tuple[int, ...], grad: Item, output: Item, bank: int, aligned: bool
