@@ -9,6 +9,8 @@
 //
 // Compiled with FAKE_CUDA_OLD it is a driver before CUDA 12.5: no batched copies, no events on whole contexts.
 // FAKE_CUDA_CONNECTIONS=1: all streams of a device share one hardware queue, which works strictly in order.
+// FAKE_CUDA_BLOCKING=1: every launch, and every stream memory operation, first waits until the device is idle, as the
+// real driver may when it loads a kernel, allocates, or has no room left in a queue.
 // FAKE_CUDA_DEVICES (2) and FAKE_CUDA_MEMORY (256 MiB a device) are read when the library is initialised.
 #include "world.h"
 
@@ -57,6 +59,11 @@ EXPORT int fake_idle(int device, int ms) {
   for (int waited = 0; *left > 0 && waited < ms * 5; ++waited) nap();
   return *left == 0;
 }
+void drain_before_launch(void* stream) {
+  const auto q = world().blocking ? queue_of(stream) : nullptr;
+  while (q != nullptr && fake_idle(q->device, 100) == 0) {
+  }
+}
 
 // --- devices and contexts ---
 
@@ -76,6 +83,8 @@ EXPORT Result cuInit(unsigned) {
   }
   const char* connections = std::getenv("FAKE_CUDA_CONNECTIONS");
   if (connections != nullptr && std::strcmp(connections, "1") == 0) w.only = w.legacy;
+  const char* blocking = std::getenv("FAKE_CUDA_BLOCKING");
+  w.blocking = blocking != nullptr && std::strcmp(blocking, "1") == 0;
   w.ready = true;
   return kSuccess;
 }

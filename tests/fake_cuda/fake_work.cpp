@@ -192,6 +192,7 @@ EXPORT Result cuStreamBatchMemOp_v2(StreamHandle s, unsigned count, MemOp* ops, 
     if ((ops[i].operation != kWaitValue32 && ops[i].operation != kWriteValue32) || ops[i].address % 4 != 0 ||
         ops[i].address == 0 || ops[i].flags != 0)
       return kInvalidValue;
+  drain_before_launch(s);
   return submit(s, [batch = std::vector<MemOp>(ops, ops + count)] { run_mem_ops(batch); });
 }
 EXPORT Result cuMemcpyDtoHAsync_v2(void* dst, DevicePtr src, size_t n, StreamHandle s) {
@@ -240,5 +241,6 @@ EXPORT Result cuLaunchKernel(FunctionHandle f, unsigned x, unsigned y, unsigned 
   for (int i = 0; i < l.f.null_pointers; ++i)
     if (*static_cast<uint64_t*>(args[at++]) != 0) return kInvalidValue;
   if (x > static_cast<unsigned>(l.count)) return kInvalidValue;  // blocks without work
+  drain_before_launch(s);
   return submit(s, [l] { run_sum(l); });
 }

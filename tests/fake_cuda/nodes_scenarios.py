@@ -225,6 +225,13 @@ def one_hardware_queue_is_enough_for_nodes():
     _check([((2, 2), Item.F32, True, 64), ((4, 1), Item.BF16, False, 64)])
 
 
+@scenario
+def a_host_that_waits_for_its_device_before_every_launch_gets_through():
+    """As it may have to, to load a kernel or to allocate: what the device waits for was enqueued by every rank before."""
+    os.environ["FAKE_CUDA_BLOCKING"] = "1"
+    _check([((1, 2), Item.F32, False, 512), ((2, 2), Item.F32, True, 512), ((3, 1), Item.BF16, False, 4096)])
+
+
 TIMEOUT_S = 1.5
 
 

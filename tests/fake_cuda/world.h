@@ -95,6 +95,7 @@ struct World {
   std::set<Physical*> physical;
   std::map<uint64_t, Range> ranges;
   std::set<FakeFunction*> functions;
+  bool blocking = false;  // with FAKE_CUDA_BLOCKING=1
   std::vector<std::shared_ptr<Queue>> only;  // with FAKE_CUDA_CONNECTIONS=1: the one queue of each device
   std::map<std::string, uint64_t> calls;
   unsigned last_grid = 0;
@@ -128,6 +129,9 @@ inline std::shared_ptr<Queue> queue_of(void* stream) {
   const auto it = w.streams.find(stream);
   return it == w.streams.end() ? nullptr : it->second;
 }
+
+// With FAKE_CUDA_BLOCKING=1, a launch waits until all work given to its device is through, for as long as that takes.
+void drain_before_launch(void* stream);
 
 inline Result submit(void* stream, std::function<void()> f) {
   NEED_CONTEXT();

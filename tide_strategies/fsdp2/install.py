@@ -33,11 +33,12 @@ _log = logging.getLogger("tide_strategies")
 _WITHOUT_EFFECT = {
     "debug.trace",
     "all_gather.multicast",
-    "reduce_scatter.landing_ctas",
     "reduce_scatter.round_width",
     "reduce_scatter.passes",
 }
-_WITHOUT_EFFECT_ON = {"cpu": {"reduce_scatter.mode", "reduce_scatter.sum_ctas"}, "cuda": {"rail"}}
+_WITHOUT_EFFECT_ON = {
+    "cpu": {"reduce_scatter.mode", "reduce_scatter.sum_ctas", "reduce_scatter.landing_ctas"},
+}
 
 
 def options_without_effect(*devices: str) -> set[str]:
