@@ -228,6 +228,9 @@ class cuda:
     @staticmethod
     def order(from_stream: int, to_stream: int) -> None:
         """Let one stream continue only after what another holds now. Either may be a default stream."""
+    @staticmethod
+    def be_patient(seconds: float) -> None:
+        """Let the host wait for the device this long where it has to, if that is longer than what was set before."""
 
     class Allocation:
         """Physical memory of a device that other processes can map. ``OSError`` (ENOMEM) if there is not enough."""
@@ -275,8 +278,8 @@ class cuda:
         def map(self, allocation: cuda.Allocation) -> None:
             """Show the first :attr:`bytes` of an allocation. Addresses and tensors stay.
 
-            Waits for the device if another allocation was shown (``TimeoutError`` after a minute, and nothing has
-            changed); does nothing if it was this one.
+            Waits for the device if another allocation was shown (``TimeoutError`` after the time of
+            :meth:`be_patient`, a minute unless set, and nothing has changed); does nothing if it was this one.
             """
         def unmap(self) -> None:
             """Show nothing; waits like :meth:`map`."""

@@ -152,13 +152,17 @@ void Call::enqueue_signals(const Segment& segment, StreamHandle stream) const {
   if (waiting) ops.push_back({});  // "begun": filled in below, when the record is known
   for (size_t i = segment.first; i < segment.first + segment.count; ++i) {
     const Signal& s = program_->signals()[i];
-    if (!s.wait) {
+    if (s.kind == Signal::kNotify) {
       append_notify(s, ops);
       continue;
     }
-    if (!waiting) continue;
     const uint32_t writer = program_->table().await_slots()[s.slot].writer, counter = counters_[s.counter];
     const uint32_t expected = await_base_[s.slot] + s.value;
+    if (s.kind == Signal::kTaken) {
+      ops.push_back(mem_op(kWriteValue32, control_->cell(control_->rank(), counter, writer), expected, kWriteDefault));
+      continue;
+    }
+    if (!waiting) continue;
     ops.push_back(mem_op(kWaitValue32, control_->cell(control_->rank(), counter, writer), expected, kWaitGeq));
     waits.push_back({counter, writer, expected});
   }

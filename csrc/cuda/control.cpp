@@ -14,7 +14,6 @@ namespace {
 
 constexpr int64_t kSecond = 1'000'000'000;
 constexpr int64_t kZeroNs = 30 * kSecond;
-constexpr int64_t kFullNs = 60 * kSecond;
 constexpr int64_t kReadNs = kSecond;
 constexpr int64_t kReleaseTryNs = kSecond / 3;
 constexpr size_t kReleaseTries = 8;
@@ -105,7 +104,7 @@ void Control::retire(bool everything) {
 }
 
 uint64_t Control::reserve(uint32_t seq, uint32_t tag, const std::vector<Wait>& waits) {
-  const int64_t deadline = now_ns() + kFullNs;
+  const int64_t deadline = now_ns() + patience_ns();
   for (;;) {
     {
       std::lock_guard<std::mutex> hold(records_lock_);
@@ -127,7 +126,7 @@ uint64_t Control::reserve(uint32_t seq, uint32_t tag, const std::vector<Wait>& w
     }
     if (now_ns() >= deadline)
       throw OsError(ETIMEDOUT, std::to_string(kRecords) + " runs of waits are under way on the device and none ended "
-                                                          "within " + std::to_string(kFullNs / kSecond) + " s");
+                                                          "within " + std::to_string(patience_ns() / kSecond) + " s");
     sleep_ns(200'000);
   }
 }

@@ -65,7 +65,7 @@ class Control {
   Arena::Ledger& ledger() { return ledger_; }
 
   // Room for the record of one bracketed run of waits: the device stores 2k + 1 into it when it comes to the
-  // waits, 2k + 2 when they are through. Blocks for a minute at most if 4096 runs are under way.
+  // waits, 2k + 2 when they are through. Blocks for patience_ns() at most if 4096 runs are under way.
   uint64_t reserve(uint32_t seq, uint32_t tag, const std::vector<Wait>& waits);
   void cancel(uint64_t k);  // the device was never told
   DevicePtr record_address(uint64_t k) const { return records_.device_address() + (k % kRecords) * 4; }

@@ -170,6 +170,7 @@ void bind_memory(nb::module_& m) {
       .def(nb::init<int64_t, int64_t>(), "device"_a, "priority"_a, Released())
       .def_prop_ro("device", &Stream::device)
       .def_prop_ro("handle", &Stream::number);
+  m.def("be_patient", &be_patient, "seconds"_a);
   m.def("order", &order, "from_stream"_a, "to_stream"_a, Released());
 }
 

@@ -65,10 +65,13 @@ void Program::compile_stream(size_t stream, std::vector<int64_t>& notifier) {
       case kNotify:
         add_notify(i, lane_of(stream), notifier, out);
         break;
-      default:  // kAwait: the decoder admits no other opcode
-        continued(out, Segment::kSignals, signals_.size()).waits = true;
-        signals_.push_back({true, static_cast<uint32_t>(op[1]), table_.await_slot_of(i), 0,
-                            static_cast<uint32_t>(op[3])});
+      default: {  // kAwait: the decoder admits no other opcode
+        Segment& segment = continued(out, Segment::kSignals, signals_.size());
+        const bool taken = op[4] != 0;
+        segment.waits = segment.waits || !taken;
+        signals_.push_back({taken ? Signal::kTaken : Signal::kWait, static_cast<uint32_t>(op[1]),
+                            table_.await_slot_of(i), 0, static_cast<uint32_t>(op[3])});
+      }
     }
   }
   streams_.push_back(std::move(out));
@@ -113,7 +116,7 @@ void Program::add_notify(size_t index, size_t lane, std::vector<int64_t>& notifi
   notifier[counter] = static_cast<int64_t>(lane);
   notified_[counter] += static_cast<uint32_t>(op[2]);
   continued(out, Segment::kSignals, signals_.size());
-  signals_.push_back({false, static_cast<uint32_t>(counter), 0, op[3], notified_[counter]});
+  signals_.push_back({Signal::kNotify, static_cast<uint32_t>(counter), 0, op[3], notified_[counter]});
 }
 
 // The tiles of a run are added up side by side: what is added to the same place twice makes two runs.
@@ -154,7 +157,7 @@ void Program::check_fits(const Control& control) const {
                                 "; the control has " + std::to_string(control.ranks()) + " ranks");
   for (const auto& slot : table_.await_slots()) {
     const auto told = [&](const Signal& s) {
-      return !s.wait && s.counter == slot.counter && s.reader == static_cast<int64_t>(control.rank());
+      return s.kind == Signal::kNotify && s.counter == slot.counter && s.reader == static_cast<int64_t>(control.rank());
     };
     if (slot.writer == control.rank() && std::none_of(signals_.begin(), signals_.end(), told))
       throw std::invalid_argument("the program awaits counter " + std::to_string(slot.counter) +
@@ -170,7 +173,7 @@ void Program::check_fits(const Control& control) const {
   };
   bool everyone = false;
   for (const Signal& s : signals_) {
-    if (s.wait) continue;
+    if (s.kind != Signal::kNotify) continue;
     if (s.reader >= 0) reachable(s.reader);
     else everyone = true;
   }

@@ -30,9 +30,10 @@ struct Clear {
 };
 
 // A wait: until the cell has come to `value` above the slot's total before the call. A notification: the own
-// cell has come to `value` above its total before the call.
+// cell has come to `value` above its total before the call. Taken: what a rail brought of another writer; this rank
+// itself stores into the writer's cell that it has come to `value`.
 struct Signal {
-  bool wait;
+  enum Kind { kWait, kNotify, kTaken } kind;
   uint32_t counter;  // local id
   uint32_t slot;     // waits: in await_slots()
   int64_t reader;    // notifications: a rank, or kEveryOther

@@ -14,7 +14,6 @@
 namespace tide::cuda {
 namespace {
 
-constexpr int64_t kUploadNs = 30'000'000'000;
 constexpr int64_t kDefaultSharedBytes = 48 << 10;
 
 void between(const char* name, int64_t value, int64_t low, int64_t high) {
@@ -162,9 +161,9 @@ void SumPlan::upload() {
   Event done(device_);
   check(api().MemcpyHtoDAsync(table_, words_.data(), bytes, stream.handle()), "cuMemcpyHtoDAsync");
   done.record(stream.handle());
-  if (!done.wait(now_ns() + kUploadNs))
+  if (!done.wait(now_ns() + patience_ns()))
     throw OsError(ETIMEDOUT, "device " + std::to_string(device_.ordinal()) + " did not take the tile table within " +
-                                 std::to_string(kUploadNs / 1'000'000'000) + " s");
+                                 std::to_string(patience_ns() / 1'000'000'000) + " s");
 }
 
 // Freeing device memory waits for the device, without limit if a wait is blocked: leak instead.

@@ -9,21 +9,22 @@ from types import SimpleNamespace
 
 import numpy as np
 from ranks import launch, values
-from stage import array, calls, fake, memory, play, program, scenario, until
+from stage import AWAIT, COPY, NOTIFY, RAW, array, calls, fake, memory, play, program, scenario, until
 
 from tide_strategies._native import cuda
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.errors import TidePeerError, TideTimeoutError
 from tide_strategies.kernels.tiles import pointer_count
 from tide_strategies.layout import GroupLayout, ParamShape
+from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda.engine import CudaEngine
 from tide_strategies.runtime.cuda.group import CudaGroup
+from tide_strategies.runtime.cuda.memory import share_allocation
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.group import GroupCollectives, needed_memory
 from tide_strategies.runtime.slots import SlotRing
 from tide_strategies.topology import Topology
 
-COPY, RAW = 0, 2
 #: Rows that divide evenly and not, fewer rows than ranks, odd bytes, nothing at all, and a row of many elements.
 SIZES = [(48, 8), (13, 5), (3, 7), (17, 1), (0, 4), (40, 33), (7, 400)]
 TURNS = 3
@@ -52,12 +53,58 @@ def layouts(ranks):
     return [GroupLayout(tuple(ParamShape(*s, 2) for s in sizes), ranks) for sizes in (SIZES, SIZES[:2])]
 
 
+class MessageRail:
+    """A rail that is told nothing but what NCCL's host RMA is: bytes, an offset, a signal; and takes signals in.
+
+    Made of mailboxes in memory of its own: signals of (receiver, counter, sender) are totals in a control's cells.
+    """
+
+    def __init__(self, exchange, rank, topology, device, counters):
+        self.rank, self.device, self.engine = rank, device, None
+        n = topology.ranks
+        self.cells = share_allocation(exchange, rank, n, 30.0, device, cuda.Control.control_bytes(n, counters))
+        peers = [None if r == rank else m for r, m in enumerate(self.cells.mappings)]
+        self.control = cuda.Control(device, n, rank, counters, self.cells.mappings[rank], peers)
+        exchange(b"cleared")
+        self.sent, self.used = [], 0
+
+    def put(self, peer, source, nbytes, space, index, offset, counter, stream):
+        there = self.engine.address(space, index, peer) + offset
+        ops = [[COPY, 0, 0, 1, 0, 1, nbytes, 0, 0, RAW, RAW]]
+        self._run(program(ops, n_bases=2), [source, there], [], stream)
+        self.notify(peer, counter, stream)
+
+    def notify(self, peer, counter, stream):
+        self.used += 1
+        tell = program([[NOTIFY, 0, 1, peer]], n_counters=1, advance=[(0, self.rank, 1)])
+        self._run(tell, [], [counter], stream)
+
+    def take(self, writer, counter, count, stream):
+        wait_for = program([[AWAIT, 0, writer, count]], n_counters=1, advance=[(0, writer, count)])
+        self._run(wait_for, [], [counter], stream)
+
+    def stop(self):
+        self.control.release()
+
+    def close(self):
+        assert self.control.outstanding() == 0
+
+    def _run(self, made, bases, counters, stream):
+        made.begin(self.control, bases, counters, 1, 1.0).enqueue(0, stream)
+        self.sent.append(made)
+
+
 class Rank:
     """One rank's engine, groups and streams, and the order in which a training step uses them."""
 
-    def __init__(self, rank, exchange, topology, device, *, chunk_bytes, slot_reuse=False, timeout_s=30.0):
+    def __init__(
+        self, rank, exchange, topology, device, *, chunk_bytes, slot_reuse=False, timeout_s=30.0, railed=False
+    ):
         self.rank, self.topology, self.device = rank, topology, device
         shapes = layouts(topology.ranks)
+        self.rail = None
+        if railed:
+            self.rail = MessageRail(exchange, rank, topology, device, CallBook(topology, 2).counters)
         self.engine = CudaEngine(
             exchange,
             rank,
@@ -66,7 +113,10 @@ class Rank:
             slots=2,
             memory=needed_memory(shapes, topology, rank, chunk_bytes, slot_reuse=slot_reuse),
             timeout_s=timeout_s,
+            rail=self.rail,
         )
+        if railed:
+            self.rail.engine = self.engine
         ring = SlotRing(lambda: self.engine.add_slot(max(x.landing_bytes for x in shapes), "ring"), 2)
         self.groups = [
             CudaGroup(self.engine, f"group {i}", x, ring, chunk_bytes, FakeKernels(), 4, slot_reuse=slot_reuse)
@@ -167,12 +217,12 @@ def _values(rng, ranks):
     ]
 
 
-def _collectives(rank, exchange, shape, out_item, slot_reuse, chunk_bytes):
+def _collectives(rank, exchange, shape, out_item, slot_reuse, chunk_bytes, railed=False):
     topology = Topology(*shape)
     n = topology.ranks
     full, grads = _values(np.random.default_rng(1), n), _values(np.random.default_rng(100 + rank), n)
     device = rank % 2
-    here = Rank(rank, exchange, topology, device, chunk_bytes=chunk_bytes, slot_reuse=slot_reuse)
+    here = Rank(rank, exchange, topology, device, chunk_bytes=chunk_bytes, slot_reuse=slot_reuse, railed=railed)
     outputs = [[memory(x.output_items * 4, device) for _ in range(TURNS)] for x in layouts(n)]
     for turn in range(TURNS):
         for i, group in enumerate(here.groups):  # both at once, then the reductions behind them
@@ -192,13 +242,14 @@ def _collectives(rank, exchange, shape, out_item, slot_reuse, chunk_bytes):
     for number, (want, have) in enumerate(zip(wanted, got, strict=True)):
         assert np.array_equal(array(have, np.uint8, 0, want.size), want), (shape, out_item, number)
     launched = calls("cuLaunchKernel")
+    assert not railed or here.rail.used > 0
     here.engine.close()
     return launched
 
 
-def _check(cases):
+def _check(cases, railed=False):
     for shape, out_item, slot_reuse, chunk in cases:
-        found = values(launch(shape[0] * shape[1], _collectives, shape, out_item, slot_reuse, chunk))
+        found = values(launch(shape[0] * shape[1], _collectives, shape, out_item, slot_reuse, chunk, railed))
         assert all(launches > 0 for launches in found)
 
 
@@ -227,9 +278,17 @@ def one_hardware_queue_is_enough_for_nodes():
 
 @scenario
 def a_host_that_waits_for_its_device_before_every_launch_gets_through():
-    """As it may have to, to load a kernel or to allocate: what the device waits for was enqueued by every rank before."""
+    """As it may have to, to load a kernel or to allocate: what a device waits for has been enqueued before."""
     os.environ["FAKE_CUDA_BLOCKING"] = "1"
     _check([((1, 2), Item.F32, False, 512), ((2, 2), Item.F32, True, 512), ((3, 1), Item.BF16, False, 4096)])
+
+
+@scenario
+def nodes_may_be_connected_by_a_rail():
+    """One that knows no memory of peers but its own, as between hosts; also where everything is in one queue."""
+    _check([((2, 2), Item.F32, True, 64), ((3, 1), Item.BF16, False, 4096)], railed=True)
+    os.environ["FAKE_CUDA_CONNECTIONS"] = "1"
+    _check([((2, 2), Item.F32, False, 512)], railed=True)
 
 
 TIMEOUT_S = 1.5

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from nodes_scenarios import COPY, RAW, FakeKernels, bf16
+from nodes_scenarios import FakeKernels, bf16
 from ranks import launch, values
-from stage import MIB, array, fake, memory, play, program, scenario, until
+from stage import COPY, MIB, RAW, array, fake, memory, play, program, scenario, until
 
 from tide_strategies._native import cuda
 from tide_strategies.fsdp2.cuda_path import CudaLanding, CudaPath, CudaStreams
@@ -139,9 +139,7 @@ class Trainer:
             holder, offsets = group.own_shards()
             own = [Buffer(holder, at, self.layout.shard_items(p)) for p, at in enumerate(offsets)]
             window = group.landing.window
-            whole = [
-                Buffer(window, self.layout.landing_base(p), self.layout.shard_items(p) * self.n) for p in range(3)
-            ]
+            whole = [Buffer(window, self.layout.landing_base(p), self.layout.shard_items(p) * self.n) for p in range(3)]
             self.paths.append(CudaPath(group, streams, CudaLanding(own, whole if slot_reuse else None)))
             self.landings.append(whole)
         self.compute, self.scatter = Torch.current, Stream(Torch.device)
@@ -212,9 +210,7 @@ class Trainer:
         path.gradients_ready()
         self.scatter.wait_stream(self.compute)
         with torch.cuda.stream(self.scatter):
-            path.reduce_scatter(
-                (0, 1, 2), kept, output, 2.0, path.vacate if path.keeps_gradients else lambda: None
-            )
+            path.reduce_scatter((0, 1, 2), kept, output, 2.0, path.vacate if path.keeps_gradients else lambda: None)
             event = Event()
             event.record(self.scatter)
         self.states.append((path.gradients_read() or event, grads))

@@ -12,17 +12,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from tide_strategies._native import cuda
 from tide_strategies.collectives.schedule import SELF, Schedule, Space
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
-from tide_strategies.runtime.cuda.fit import fit
+from tide_strategies.runtime.cuda.fit import fit, without_casts
 from tide_strategies.runtime.cuda.memory import SharedAllocation, share_allocation
+from tide_strategies.runtime.cuda.rail import Cut, DeviceRail, RailCall, cut, enqueue
 from tide_strategies.runtime.cuda.watchdog import Watchdog
 from tide_strategies.runtime.encode import Base, Encoded, encode
 from tide_strategies.runtime.slots import Landing, Slot
 from tide_strategies.topology import Topology
+
+#: The host sometimes waits for the device, which waits for peers: until the watchdog has let those waits pass.
+_BEYOND_TIMEOUT_S = 60.0
+_URGENT = -1
 
 
 @dataclass(eq=False)
@@ -49,6 +55,7 @@ class CudaEngine:
         slots: upper bound on landing slots, which sizes the counter table.
         memory: bytes that schedules need on every rank beside their arguments.
         timeout_s: bound of every wait.
+        rail: carries what goes between nodes; None: their ranks reach each other's memory.
 
     Raises:
         TideArenaError: on every rank, if device memory cannot be shared between them.
@@ -64,8 +71,11 @@ class CudaEngine:
         slots: int,
         memory: Mapping[tuple[Space, int], int],
         timeout_s: float,
+        rail: DeviceRail | None = None,
     ) -> None:
         self.rank, self.topology, self.device, self.timeout_s = rank, topology, device, timeout_s
+        self.rail = rail
+        self._intakes: dict[str, cuda.Stream] = {}
         self.book = CallBook(topology, slots)
         self._exchange = exchange
         self._slots_used = self._reductions = 0
@@ -78,7 +88,9 @@ class CudaEngine:
         wanted = sorted(memory.items(), key=lambda item: (item[0][0].value, item[0][1]))
         self._memory = {key: self._share(nbytes, key[0].value) for key, nbytes in wanted}
         exchange(b"ready")  # no rank may write into counters that their owner is still clearing
-        self.watchdog = Watchdog(self.control, self.host, self.book, rank, timeout_s)
+        cuda.be_patient(timeout_s + _BEYOND_TIMEOUT_S)
+        stop = (lambda: None) if rail is None else rail.stop
+        self.watchdog = Watchdog(self.control, self.host, self.book, rank, timeout_s, stop)
 
     def add_slot(self, nbytes: int, part: str) -> DeviceSlot:
         """Make a landing slot of ``nbytes`` on every rank, counted as ``part``."""
@@ -93,8 +105,14 @@ class CudaEngine:
     def collective(self, schedule: Schedule, inputs: int, label: str) -> CudaCollective:
         """Make a schedule callable. ``label`` names it in messages."""
         node = list(self.topology.node_ranks(self.rank))
-        encoded = encode(fit(schedule), inputs, partial(cuda.Program, readers=node))
-        return CudaCollective(self, encoded, label)
+        program = partial(cuda.Program, readers=node)
+        if self.rail is None or self.topology.nodes == 1:
+            return CudaCollective(self, encode(fit(schedule), inputs, program), label)
+        intake = self._intakes.get(schedule.name)
+        if intake is None:
+            intake = self._intakes[schedule.name] = cuda.Stream(self.device, _URGENT)
+        made = cut(without_casts(schedule), node, inputs, program)
+        return RailedCollective(self, made, label, self.rail, intake.handle)
 
     def address(self, space: Space, index: int, at: int) -> int:
         """Address in this process of a schedule's memory on rank ``at`` (or SELF)."""
@@ -116,6 +134,8 @@ class CudaEngine:
     def close(self) -> None:
         """Stop the watchdog and let go of the memory."""
         self.watchdog.close()
+        if self.rail is not None:
+            self.rail.close()
         self.host.close()
 
     def _share(self, nbytes: int, part: str) -> SharedAllocation:
@@ -150,9 +170,7 @@ class CudaCollective:
             for space, index, at in self._encoded.bases
         ]
 
-    def begin(
-        self, inputs: Sequence[int], others: Sequence[int], tag: int, slot: int = 0, divisor: float = 1.0
-    ) -> cuda.Call:
+    def begin(self, inputs: Sequence[int], others: Sequence[int], tag: int, slot: int = 0, divisor: float = 1.0) -> Any:
         """Take the next place in the order of calls.
 
         Raises:
@@ -165,13 +183,31 @@ class CudaCollective:
             counters = self._counters[slot] = [engine.book.counter(c, slot) for c in self._encoded.counters]
         return self._encoded.program.begin(engine.control, [*inputs, *others], counters, tag, divisor)
 
-    def enqueue_streams(self, call: cuda.Call, cuda_streams: Mapping[str, int]) -> None:
+    def enqueue_streams(self, call: Any, cuda_streams: Mapping[str, int]) -> None:
         """Enqueue those streams of a call that are named, each on the CUDA stream with its handle. Returns at once.
 
         They are enqueued in the schedule's order of issue, whatever the order here.
         """
         call.enqueue_lanes([cuda_streams.get(name, 0) for name in self._encoded.streams])
 
-    def enqueue(self, call: cuda.Call, stream: str, cuda_stream: int) -> None:
+    def enqueue(self, call: Any, stream: str, cuda_stream: int) -> None:
         """Enqueue one stream of a call on the CUDA stream with this handle. Returns at once."""
         self.enqueue_streams(call, {stream: cuda_stream})
+
+
+class RailedCollective(CudaCollective):
+    """A collective between nodes that a rail connects."""
+
+    def __init__(self, engine: CudaEngine, made: Cut, label: str, rail: DeviceRail, intake: int) -> None:
+        super().__init__(engine, made.encoded, label)
+        self._made, self._rail, self._intake = made, rail, intake
+
+    def begin(
+        self, inputs: Sequence[int], others: Sequence[int], tag: int, slot: int = 0, divisor: float = 1.0
+    ) -> RailCall:
+        """See :meth:`CudaCollective.begin`."""
+        return RailCall(super().begin(inputs, others, tag, slot, divisor), [*inputs, *others])
+
+    def enqueue_streams(self, call: Any, cuda_streams: Mapping[str, int]) -> None:
+        """See :meth:`CudaCollective.enqueue_streams`."""
+        enqueue(self._made, call, self._rail, self._engine.book.counter, cuda_streams, self._intake)

@@ -18,11 +18,12 @@ _VECTOR_BYTES = 16
 
 
 def fit(schedule: Schedule) -> Schedule:
-    """The same schedule without the caller's copies, and with what the device must know to count its own cells.
+    """The same schedule without the caller's copies, and with what the device must know to count its own cells."""
+    return counted(without_casts(schedule))
 
-    A device stores totals rather than adding, so that a call has to know what it adds to each cell of this rank,
-    whether or not this rank waits for any.
-    """
+
+def without_casts(schedule: Schedule) -> Schedule:
+    """The same schedule without the caller's copies."""
     streams: dict[str, tuple[Op, ...]] = {}
     for name, ops in schedule.streams.items():
         if name != CASTS:
@@ -33,7 +34,16 @@ def fit(schedule: Schedule) -> Schedule:
             AFTER_CAST: tuple(op for op in ops if not isinstance(op, (Await, Copy))),
         }
         streams.update({part: kept for part, kept in parts.items() if kept})
-    return replace(schedule, streams=streams, advance={**schedule.advance, **_own_totals(schedule)})
+    return replace(schedule, streams=streams)
+
+
+def counted(schedule: Schedule) -> Schedule:
+    """The same schedule, which says what it adds to each cell of this rank.
+
+    A device stores totals rather than adding, so that a call has to know them, whether or not this rank waits for any.
+    """
+    others = {key: n for key, n in schedule.advance.items() if key[1] != schedule.rank}
+    return replace(schedule, advance={**others, **_own_totals(schedule)})
 
 
 def _own_totals(schedule: Schedule) -> Mapping[tuple[Counter, int], int]:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tide_strategies._native import cuda
 from tide_strategies.collectives.all_gather import all_gather, reuse
 from tide_strategies.collectives.all_gather_nodes import all_gather_nodes, slot_offsets
 from tide_strategies.collectives.reduce_scatter import BANKS, reduce_scatter
@@ -116,7 +115,7 @@ class CudaGroup(LandingGroup):
         self._no_shards = [0] * len(layout.params)  # the caller's cast puts them where they are sent from
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
         self._reductions: dict[tuple[tuple[int, ...], Item, Item, int, bool], _Reduction] = {}
-        self._running: tuple[CudaCollective, cuda.Call] | None = None
+        self._running: tuple[CudaCollective, Any] | None = None
         self._sends: dict[int, tuple[int, list[int]]] = {}
 
     @property

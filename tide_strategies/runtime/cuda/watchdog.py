@@ -13,6 +13,7 @@ import os
 import select
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from tide_strategies._native import cuda
@@ -39,10 +40,19 @@ class Watchdog:
         book: names for counters and calls.
         rank: this rank.
         timeout_s: how long a wait on the device may last.
+        on_stop: called when this rank stops.
     """
 
-    def __init__(self, control: cuda.Control, host: SharedArena, book: CallBook, rank: int, timeout_s: float) -> None:
-        self._control, self._host, self._book = control, host, book
+    def __init__(
+        self,
+        control: cuda.Control,
+        host: SharedArena,
+        book: CallBook,
+        rank: int,
+        timeout_s: float,
+        on_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._control, self._host, self._book, self._on_stop = control, host, book, on_stop
         self._rank, self._timeout_s = rank, timeout_s
         self._failure: Failure | None = None
         self._closing = threading.Event()
@@ -109,6 +119,10 @@ class Watchdog:
         self._record(failure)
         self._host.abort(_ABORT_FAILURE, str(failure))
         self._control.release()
+        try:
+            self._on_stop()
+        except Exception as e:  # what follows matters more
+            print(f"tide_strategies: the rail could not be stopped: {e}", file=sys.stderr, flush=True)
         print(f"tide_strategies: {failure}", file=sys.stderr, flush=True)
         # The main thread may be in a loop that makes no further call of ours: raise there too. It gets the class
         # only; the words are on stderr and in every later call.
