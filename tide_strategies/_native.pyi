@@ -340,6 +340,11 @@ class cuda:
             ``writer``, ``expected``, ``seen`` (None if the cells could not be read within a second) and ``blocked_s``.
             Of a run of waits only those are named whose cell falls short.
             """
+        def release_after(self, seconds: float) -> None:
+            """Do what :meth:`release` does once a wait has blocked its stream for so long, from a native thread.
+
+            It works while the interpreter's lock is held by a call that waits for room in the driver. Called once.
+            """
         def release(self) -> bool:
             """Fail-stop: let every present and future wait of this control pass. What is computed then is worthless.
 

@@ -1,6 +1,7 @@
 #include "control.h"
 
 #include <cerrno>
+#include <chrono>
 #include <cmath>
 #include <stdexcept>
 #include <utility>
@@ -68,6 +69,12 @@ Control::Control(int64_t device, int64_t ranks, int64_t rank, int64_t counters, 
 }
 
 Control::~Control() {
+  {
+    std::lock_guard<std::mutex> hold(watcher_lock_);
+    closing_ = true;
+  }
+  watcher_wake_.notify_all();
+  if (watcher_.joinable()) watcher_.join();
   std::lock_guard<std::mutex> hold(records_lock_);
   retire(true);
   if (!under_way_.empty()) records_.keep_for_good();
@@ -215,6 +222,28 @@ bool Control::release() {
     return true;
   }
   return false;
+}
+
+void Control::release_after(double seconds) {
+  if (!std::isfinite(seconds) || seconds < 0 || seconds > 1e9)
+    throw std::invalid_argument("seconds must be between 0 and 1e9; got " + std::to_string(seconds));
+  std::lock_guard<std::mutex> hold(watcher_lock_);
+  if (watcher_.joinable()) throw std::invalid_argument("release_after was called before");
+  watcher_ = std::thread([this, seconds] { watch(seconds); });
+}
+
+void Control::watch(double seconds) {
+  std::unique_lock<std::mutex> hold(watcher_lock_);
+  while (!watcher_wake_.wait_for(hold, std::chrono::milliseconds(500), [this] { return closing_; })) {
+    hold.unlock();
+    try {
+      // What is let go may be overwritten by a peer that goes on: again and again, then.
+      if (released() ? outstanding() != 0 : !overdue(seconds).empty()) (void)release();
+    } catch (const std::exception&) {
+      // The device fails, or goes down with the process: whoever calls it next is told.
+    }
+    hold.lock();
+  }
 }
 
 }  // namespace tide::cuda

@@ -213,6 +213,8 @@ void bind_control(nb::module_& m) {
         for (const OverdueWait& w : found) list.append(overdue_dict(w));
         return list;
       }, "seconds"_a)
+      .def("release_after", [](const ControlHandle& c, double seconds) { c.it->release_after(seconds); },
+           "seconds"_a, Released())
       .def("release", [](const ControlHandle& c) { return c.it->release(); }, Released())
       .def_prop_ro("released", [](const ControlHandle& c) { return c.it->released(); });
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ from tide_strategies.errors import TidePeerError, TideTimeoutError
 from tide_strategies.kernels.tiles import pointer_count
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.runtime.calls import CallBook
+from tide_strategies.runtime.cuda import watchdog
 from tide_strategies.runtime.cuda.engine import CudaEngine
 from tide_strategies.runtime.cuda.group import CudaGroup
 from tide_strategies.runtime.cuda.memory import share_allocation
@@ -342,6 +344,31 @@ def a_stalled_rank_ends_them_too():
         rank = words.split(": rank ")[1][0]
         assert f"of rank {rank}: expected" not in words, words
     assert all(took < 8 for _, _, took in found), found
+
+
+def _starved(rank, exchange):
+    """Rank 1 never reduces; rank 0 waits for its device in a call that holds the interpreter's lock."""
+    watchdog._STARVED_S = 0.5
+    here = Rank(rank, exchange, Topology(2, 1), 0, chunk_bytes=256, timeout_s=0.5)
+    here.engine.watchdog._main = 0
+    if rank == 1:
+        until(lambda: here.engine.host.aborted() is not None, 30)
+        return "", 0.0
+    group = here.groups[0]
+    here.reduce(group, [bf16(np.ones(s)) for s in SIZES], memory(group.layout.output_items * 4), Item.F32, 1.0)
+    begun = time.monotonic()
+    idle = ctypes.PyDLL(os.environ["TIDE_LIBCUDA"]).fake_idle(0, 25_000)
+    took = time.monotonic() - begun
+    assert idle, "the streams were let go"
+    until(lambda: here.engine.watchdog._failure is not None, 10)
+    return str(here.engine.watchdog._failure), took
+
+
+@scenario
+def a_call_that_holds_the_interpreters_lock_is_let_go_too():
+    (words, took), _ = values(launch(2, _starved))
+    assert "rank 0 waited on its device for peers" in words, words
+    assert 0.5 < took < 15, took
 
 
 if __name__ == "__main__":

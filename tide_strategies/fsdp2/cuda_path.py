@@ -200,12 +200,16 @@ class CudaPath:
             divisor,
             [s.cuda_stream for s in (*reading, writing)],
         )
-        for stream in reading:
-            cuda.order(stream.cuda_stream, current.cuda_stream)
+        read = reading[1]  # the current stream, on one node; else one that is not behind an earlier network phase
+        cuda.order(streams.push.cuda_stream, read.cuda_stream)
         if several:
-            self._read_event.record(current)
-        let_go()
-        cuda.order(writing.cuda_stream, current.cuda_stream)
+            self._read_event.record(read)
+            with torch.cuda.stream(read):
+                let_go()
+        else:
+            let_go()
+        for stream in (read, writing):
+            cuda.order(stream.cuda_stream, current.cuda_stream)
         self.collectives.reduce_scatters.seconds += time.perf_counter() - start
 
     def gradients_read(self) -> torch.cuda.Event | None:

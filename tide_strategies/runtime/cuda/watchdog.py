@@ -25,6 +25,8 @@ from tide_strategies.runtime.calls import CallBook
 _POLL_S = 0.1
 #: A wait shorter than this is not worth asking whether its peer lives.
 _SUSPICIOUS_S = 1.0
+#: Beyond the timeout, after which waits are let pass without this thread if it cannot run.
+_STARVED_S = 5.0
 _ABORT_FAILURE = 1
 _STOP = "All ranks stop rather than go on with incomplete data."
 
@@ -58,6 +60,8 @@ class Watchdog:
         self._closing = threading.Event()
         self._main = threading.main_thread().ident
         self._peers = {r: _process_fd(pid) for r, pid in enumerate(host.host_pids) if r != rank}
+        # Some calls into the driver hold the interpreter's lock while they wait for room in a queue.
+        control.release_after(timeout_s + _STARVED_S)
         self._thread = threading.Thread(target=self._run, name="tide-watchdog", daemon=True)
         self._thread.start()
 
@@ -92,6 +96,11 @@ class Watchdog:
         aborted = self._host.aborted()
         if aborted is not None:
             return TidePeerError(f"TIDE: rank {aborted[0]} stopped first: {aborted[2]} {_STOP}")
+        if self._control.released:
+            return TideTimeoutError(
+                f"TIDE: no progress within timeout_s={self._timeout_s:g}: rank {self._rank} waited on its device for "
+                f"peers, and in a call that let nothing else run, so that more is not known. {_STOP}"
+            )
         for wait in self._control.overdue(min(_SUSPICIOUS_S, self._timeout_s)):
             if self._dead(wait["writer"]):
                 return TidePeerError(f"TIDE: rank {wait['writer']} is dead: {self._words(wait)}. {_STOP}")
