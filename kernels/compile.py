@@ -118,7 +118,7 @@ def compile_sum(
     Args:
         pointers: gradients of a call at most; rounded up to one of ``POINTER_COUNTS``.
         grad_dtype, out_dtype: ``"bf16"`` or ``"fp32"`` (or torch's names of them).
-        aligned: promises that all offsets and strides are multiples of 8 elements, all addresses of 16 bytes.
+        aligned: promises that every source and every output of a tile begins at a multiple of 16 bytes.
         shape: tuned elsewhere; by default chosen from the number of sources and the device's shared memory.
 
     Raises:

@@ -32,7 +32,7 @@ LAND_HEAD_WORDS, LAND_SOURCE_WORDS = 2, 2
 LEADING_ARGUMENTS = 6
 #: Numbers of gradient addresses that kernels are compiled for; 256 parameters are the paper's limit of a group.
 POINTER_COUNTS = (4, 8, 16, 32, 64, 128, 256)
-#: Offsets and strides of an aligned kernel are multiples of this many elements.
+#: Offsets and strides that are multiples of this many elements suit an aligned kernel, whatever the dtypes.
 ALIGNED_ELEMENTS = 8
 #: Addresses of an aligned kernel (staging, output, every gradient) are multiples of this many bytes.
 ALIGNED_BYTES = 16

@@ -21,6 +21,8 @@ from tide_strategies.runtime.cuda.fit import AFTER_CAST, BEFORE_CAST, sums_align
 from tide_strategies.runtime.group import LandingGroup, plan_of
 from tide_strategies.runtime.slots import SlotRing
 
+#: Where partials are that land.
+_PARTIALS = (Space.INBOX, Space.SPARE, Space.RUNNING)
 #: Elements of sums, as the native table numbers them.
 _ITEMS = (Item.F32, Item.BF16)
 
@@ -250,8 +252,7 @@ class CudaGroup(LandingGroup):
         label = self._reduction_label(params, grad, output)
         collective = engine.collective(schedule, len(params), label)
         wide = {landing: aligned and sums_aligned(schedule, landing) for landing in (False, True)}
-        # Partials are in inboxes, spares and the running sum.
-        places = sum(space is not Space.OUTPUT for space, _, _ in collective.bases)
+        places = sum(space in _PARTIALS for space, _, _ in collective.bases)
         kernels = []
         for number, (landing, sources, _, dst, accumulate) in enumerate(collective.program.sum_kinds):
             if landing:
