@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tide_strategies.collectives.reduce_scatter import PIECE_ALIGNMENT
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.config import TideConfig, TopologyConfig
-from tide_strategies.errors import TideArenaError, TideConfigError
+from tide_strategies.errors import TideConfigError
 from tide_strategies.fsdp2.access import unsharded_dtype
 from tide_strategies.fsdp2.cpu_path import CpuPath
 from tide_strategies.fsdp2.eligibility import REDUCIBLE, shard_item
@@ -22,7 +22,7 @@ from tide_strategies.runtime import bootstrap
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.exchange import Exchange, exchange_json, process_group_exchange
 from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, GroupCollectives, needed_memory
-from tide_strategies.runtime.hosts import place
+from tide_strategies.runtime.hosts import place, place_devices
 from tide_strategies.runtime.rails.p2p import P2PRail, open_rail
 from tide_strategies.runtime.slots import Slot, SlotRing
 from tide_strategies.topology import Topology
@@ -96,7 +96,8 @@ def _connect_cuda(
     from tide_strategies.runtime.cuda.group import auto_chunk_bytes
     from tide_strategies.runtime.cuda.sum_kernels import sum_kernels
 
-    topology = _device_topology(exchange, config, ranks.size())
+    identities = exchange_json(exchange, bootstrap.host_identity())
+    topology = place_devices(identities, stated_topology(config), config.rail)
     slices = [sum(s.itemsize * m.layout.shard_items(p) for p, s in enumerate(m.layout.params)) for m in members]
     # Across nodes, a chunk has a row for each rank of a node.
     rows = topology.local_ranks if topology.nodes > 1 else 1
@@ -206,24 +207,6 @@ def stated_topology(config: TideConfig) -> Topology | None:
     """The topology that the user states, if any: hosts are then not looked for, but nodes must be within them."""
     stated = config.topology
     return Topology(stated.nodes, stated.gpus_per_node) if isinstance(stated, TopologyConfig) else None
-
-
-def _device_topology(exchange: Exchange, config: TideConfig, ranks: int) -> Topology:
-    """Of GPU ranks. The several nodes that a user states are virtual ones: all ranks map each other's memory.
-
-    Raises:
-        TideArenaError: on every rank alike, if they cannot (TIDE-F023), or another rail is asked for (TIDE-F028).
-    """
-    topology = stated_topology(config) or Topology(1, ranks)
-    if topology.nodes == 1:
-        return topology
-    try:
-        bootstrap.check_one_host(exchange_json(exchange, bootstrap.host_identity()))
-    except TideArenaError as e:
-        raise TideArenaError(f"{topology}, but {e}", "TIDE-F023") from e
-    if config.rail not in ("auto", "local"):
-        raise TideArenaError(f"rail: {config.rail} does not connect GPU ranks that share a host", "TIDE-F028")
-    return topology
 
 
 def _chunk_bytes(config: TideConfig, auto: int, rows: int = 1) -> int:

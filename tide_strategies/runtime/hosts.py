@@ -85,3 +85,23 @@ def place(identities: Sequence[dict[str, Any]], stated: Topology | None, rail: s
     for first in range(0, topology.ranks, topology.local_ranks):
         check_one_host(everyone[first : first + topology.local_ranks], first)
     return Placement(topology, "p2p")
+
+
+def place_devices(identities: Sequence[dict[str, Any]], stated: Topology | None, rail: str) -> Topology:
+    """The topology of ranks that drive GPUs. Several nodes are virtual ones: all ranks map each other's memory.
+
+    Args: as of :func:`place`.
+
+    Raises:
+        TideArenaError: on every rank alike: several nodes on several hosts (TIDE-F023), or connected otherwise than by
+            memory (TIDE-F028). That the ranks of one node are on one host is found out when they share memory.
+    """
+    if stated is None or stated.nodes == 1:
+        return Topology(1, len(identities))
+    try:
+        check_one_host(list(identities))
+    except TideArenaError as e:
+        raise TideArenaError(str(e), "TIDE-F023") from e
+    if rail not in ("auto", "local"):
+        raise TideArenaError(f"rail: {rail} does not connect GPU ranks, which share a host here", "TIDE-F028")
+    return stated
