@@ -1,5 +1,7 @@
 #include "control.h"
 
+#include <unistd.h>
+
 #include <cerrno>
 #include <chrono>
 #include <cmath>
@@ -69,12 +71,7 @@ Control::Control(int64_t device, int64_t ranks, int64_t rank, int64_t counters, 
 }
 
 Control::~Control() {
-  {
-    std::lock_guard<std::mutex> hold(watcher_lock_);
-    closing_ = true;
-  }
-  watcher_wake_.notify_all();
-  if (watcher_.joinable()) watcher_.join();
+  stop_watching();
   std::lock_guard<std::mutex> hold(records_lock_);
   retire(true);
   if (!under_way_.empty()) records_.keep_for_good();
@@ -229,7 +226,22 @@ void Control::release_after(double seconds) {
     throw std::invalid_argument("seconds must be between 0 and 1e9; got " + std::to_string(seconds));
   std::lock_guard<std::mutex> hold(watcher_lock_);
   if (watcher_.joinable()) throw std::invalid_argument("release_after was called before");
+  watched_by_ = ::getpid();
   watcher_ = std::thread([this, seconds] { watch(seconds); });
+}
+
+void Control::stop_watching() {
+  if (!watcher_.joinable()) return;
+  if (watched_by_ != ::getpid()) {  // a forked child has no such thread
+    new std::thread(std::move(watcher_));
+    return;
+  }
+  {
+    std::lock_guard<std::mutex> hold(watcher_lock_);
+    closing_ = true;
+  }
+  watcher_wake_.notify_all();
+  watcher_.join();
 }
 
 void Control::watch(double seconds) {

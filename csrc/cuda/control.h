@@ -99,6 +99,7 @@ class Control {
 
   void zero_own();
   void watch(double seconds);
+  void stop_watching();
   uint32_t record_value(uint64_t k) const {
     return __atomic_load_n(records_.words() + k % kRecords, __ATOMIC_ACQUIRE);
   }
@@ -131,6 +132,7 @@ class Control {
   std::mutex watcher_lock_;
   std::condition_variable watcher_wake_;
   bool closing_ = false;
+  int watched_by_ = 0;  // process
   std::thread watcher_;
 };
 

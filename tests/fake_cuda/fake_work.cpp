@@ -76,7 +76,7 @@ void run_mem_ops(const std::vector<MemOp>& ops) {
       __atomic_store_n(cell, op.value, __ATOMIC_SEQ_CST);
       continue;
     }
-    while (static_cast<int32_t>(__atomic_load_n(cell, __ATOMIC_SEQ_CST) - op.value) < 0) nap();
+    for (int n = 0; static_cast<int32_t>(__atomic_load_n(cell, __ATOMIC_SEQ_CST) - op.value) < 0; ++n) nap(n);
   }
 }
 
@@ -154,7 +154,9 @@ EXPORT Result cuStreamWaitEvent(StreamHandle s, EventHandle e, unsigned flags) {
   NEED_CONTEXT();
   if (!known_event(e) || flags != 0) return kInvalidHandle;
   const Flag flag = static_cast<FakeEvent*>(e)->flag;
-  return submit(s, [flag] { while (*flag > 0) nap(); });
+  return submit(s, [flag] {
+    for (int n = 0; *flag > 0; ++n) nap(n);
+  });
 }
 static Result record_context(ContextHandle c, EventHandle e) {
   if (!known_event(e)) return kInvalidHandle;

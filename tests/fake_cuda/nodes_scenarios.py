@@ -261,8 +261,7 @@ def collectives_on_every_topology():
     _check(
         [
             ((2, 1), Item.F32, False, 4096),
-            ((2, 2), Item.F32, False, 64),
-            ((2, 2), Item.BF16, True, 512),
+            ((2, 2), Item.BF16, True, 64),
             ((4, 1), Item.F32, True, 64),
             ((4, 1), Item.BF16, False, 4096),
             ((3, 2), Item.F32, True, 96),

@@ -107,7 +107,10 @@ inline World& world() {
 inline std::atomic<bool> hold_host_copies{false};
 inline thread_local std::vector<Context*> context_stack;
 
-inline void nap() { std::this_thread::sleep_for(std::chrono::microseconds(200)); }
+// The longer a thread has waited, the longer it sleeps: many streams wait at once, and processors are few.
+inline void nap(int before = 0) {
+  std::this_thread::sleep_for(std::chrono::microseconds(before < 18 ? 200 + 100 * before : 2000));
+}
 
 inline bool enter(const char* name) {
   World& w = world();
