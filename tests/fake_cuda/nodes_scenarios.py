@@ -20,7 +20,7 @@ from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda import watchdog
 from tide_strategies.runtime.cuda.engine import CudaEngine
-from tide_strategies.runtime.cuda.group import CudaGroup
+from tide_strategies.runtime.cuda.group import CudaGroup, needed_device_memory
 from tide_strategies.runtime.cuda.memory import share_allocation
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.group import GroupCollectives, needed_memory
@@ -113,7 +113,7 @@ class Rank:
             topology,
             device,
             slots=2,
-            memory=needed_memory(shapes, topology, rank, chunk_bytes, slot_reuse=slot_reuse),
+            memory=needed_device_memory(shapes, topology, rank, chunk_bytes, slot_reuse),
             timeout_s=timeout_s,
             rail=self.rail,
         )

@@ -21,8 +21,7 @@ from tide_strategies._native import cuda
 from tide_strategies.fsdp2.cuda_path import CudaLanding, CudaPath, CudaStreams
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.runtime.cuda.engine import CudaEngine
-from tide_strategies.runtime.cuda.group import CudaGroup
-from tide_strategies.runtime.group import needed_memory
+from tide_strategies.runtime.cuda.group import CudaGroup, needed_device_memory
 from tide_strategies.runtime.slots import SlotRing
 from tide_strategies.topology import Topology
 
@@ -128,7 +127,7 @@ class Trainer:
         Torch.install(device)
         self.pool, self.end = memory(2 * MIB, device), 0
         self.layout = GroupLayout(tuple(ParamShape(*s, 2) for s in SHAPES), self.n)
-        needed = needed_memory([self.layout], topology, rank, CHUNK, slot_reuse=slot_reuse)
+        needed = needed_device_memory([self.layout], topology, rank, CHUNK, slot_reuse)
         self.engine = CudaEngine(exchange, rank, topology, device, slots=3, memory=needed, timeout_s=10.0)
         ring = SlotRing(lambda: self.engine.add_slot(self.layout.landing_bytes, "ring"), 2)
         streams, self.paths, self.landings = CudaStreams(Torch.device), [], []

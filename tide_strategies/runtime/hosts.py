@@ -17,15 +17,26 @@ from tide_strategies.topology import Topology
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks of a group are.
+    """Where the ranks of a group are, and what follows for its collectives.
 
     Args:
         topology: its nodes; the ranks of one node share memory.
-        rail: what connects the nodes: memory that they share too, or messages.
+        rail: what connects the nodes: memory that they share too, messages, or nothing, for one node.
+        why: the reason for both, in words.
+        lanes: whether one rank on each node has schedules of its own.
     """
 
     topology: Topology
-    rail: Literal["local", "p2p"]
+    rail: Literal["none", "local", "p2p"]
+    why: str
+    lanes: bool = True
+
+    @property
+    def schedule(self) -> Literal["direct", "two-level", "lane"]:
+        """Which schedules run: "direct" on one node, "lane" with one rank on each of several, else "two-level"."""
+        if self.topology.nodes == 1:
+            return "direct"
+        return "lane" if self.topology.lane and self.lanes else "two-level"
 
 
 def hosts_of(identities: Sequence[dict[str, Any]]) -> list[list[int]]:
@@ -75,20 +86,22 @@ def place(identities: Sequence[dict[str, Any]], stated: Topology | None, rail: s
     if rail == "local":
         check_one_host(everyone)
     topology = stated or found_topology(identities)
+    hosts = len(hosts_of(identities))
+    nodes = "topology as stated" if stated else f"{hosts} hosts found" if hosts > 1 else "all ranks are on one host"
     if topology.nodes == 1:
         check_one_host(everyone)
-        return Placement(topology, "local")
+        return Placement(topology, "none", nodes)
     if rail == "nccl_rma":
         raise TideArenaError("rail: nccl_rma is for GPU ranks, and these are CPU ranks", "TIDE-F028")
-    if rail == "local" or (rail == "auto" and len(hosts_of(identities)) == 1):
-        return Placement(topology, "local")
+    if rail == "local" or (rail == "auto" and hosts == 1):
+        return Placement(topology, "local", f"{nodes}, all ranks share memory")
     for first in range(0, topology.ranks, topology.local_ranks):
         check_one_host(everyone[first : first + topology.local_ranks], first)
-    return Placement(topology, "p2p")
+    return Placement(topology, "p2p", nodes if rail == "auto" else f"{nodes}, messages are asked for")
 
 
-def place_devices(identities: Sequence[dict[str, Any]], stated: Topology | None, rail: str) -> Topology:
-    """The topology of ranks that drive GPUs. Several nodes are virtual ones: all ranks map each other's memory.
+def place_devices(identities: Sequence[dict[str, Any]], stated: Topology | None, rail: str) -> Placement:
+    """Topology and rail of ranks that drive GPUs. Several nodes are virtual ones: all ranks map each other's memory.
 
     Args: as of :func:`place`.
 
@@ -97,11 +110,11 @@ def place_devices(identities: Sequence[dict[str, Any]], stated: Topology | None,
             memory (TIDE-F028). That the ranks of one node are on one host is found out when they share memory.
     """
     if stated is None or stated.nodes == 1:
-        return Topology(1, len(identities))
+        return Placement(Topology(1, len(identities)), "none", "GPU ranks of a group are one node")
     try:
         check_one_host(list(identities))
     except TideArenaError as e:
         raise TideArenaError(str(e), "TIDE-F023") from e
     if rail not in ("auto", "local"):
         raise TideArenaError(f"rail: {rail} does not connect GPU ranks, which share a host here", "TIDE-F028")
-    return stated
+    return Placement(stated, "local", "topology as stated, all ranks map each other's memory", lanes=False)

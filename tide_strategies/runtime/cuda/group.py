@@ -7,19 +7,22 @@ is occupy, open, send, complete, vacate, and round again; or occupy, reuse, comp
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tide_strategies.collectives.all_gather import all_gather, reuse
 from tide_strategies.collectives.all_gather_nodes import all_gather_nodes, slot_offsets
+from tide_strategies.collectives.plan import BasePlan
 from tide_strategies.collectives.reduce_scatter import BANKS, reduce_scatter
 from tide_strategies.collectives.schedule import Item, Schedule, Space
+from tide_strategies.collectives.two_level import default_plan
 from tide_strategies.layout import GroupLayout, align
 from tide_strategies.runtime.cuda.engine import CudaCollective, CudaEngine, DeviceSlot
 from tide_strategies.runtime.cuda.fit import AFTER_CAST, BEFORE_CAST, sums_aligned
-from tide_strategies.runtime.group import LandingGroup, plan_of
+from tide_strategies.runtime.group import LandingGroup
 from tide_strategies.runtime.slots import SlotRing
+from tide_strategies.topology import Topology
 
 #: Where partials are that land.
 _PARTIALS = (Space.INBOX, Space.SPARE, Space.RUNNING)
@@ -57,6 +60,48 @@ def auto_sum_ctas(ranks: int) -> int:
     moved_for_one_received = (2 * staged + 2 + 4) / (2 * staged)
     blocks = _LINK_GBPS * moved_for_one_received / _CTA_GBPS.get(staged, _CTA_GBPS_MORE)
     return align(math.ceil(blocks), 4)
+
+
+def needed_device_memory(
+    layouts: Iterable[GroupLayout], topology: Topology, rank: int, chunk_bytes: int, slot_reuse: bool = False
+) -> dict[tuple[Space, int], int]:
+    """Bytes that the collectives of groups with these layouts need on every rank beside their arguments.
+
+    ``slot_reuse``: reductions across nodes have the small outbox.
+    """
+    needed: dict[tuple[Space, int], int] = {}
+    for layout in dict.fromkeys(layouts):
+        schedules = [_all_gather_schedule(layout, topology, rank)]
+        for bank in range(BANKS if topology.nodes > 1 else 1):  # of the element types, these need most
+            schedules.append(
+                reduce_scatter(
+                    layout,
+                    topology,
+                    rank,
+                    grad=Item.F32,
+                    output=Item.BF16,
+                    chunk_bytes=chunk_bytes,
+                    interleave=False,
+                    plan=_plan(topology, slot_reuse),
+                    bank=bank,
+                )
+            )
+        for schedule in schedules:
+            for which, nbytes in schedule.memory.items():
+                needed[which] = max(needed.get(which, 0), nbytes)
+    return {which: nbytes for which, nbytes in needed.items() if nbytes}
+
+
+def _all_gather_schedule(layout: GroupLayout, topology: Topology, rank: int) -> Schedule:
+    items = [Item.of_size(p.itemsize) for p in layout.params]
+    # With one rank a node too: a rail between hosts would not reach landings of other nodes.
+    build = all_gather if topology.nodes == 1 else all_gather_nodes
+    return build(layout, topology, rank, items, shared_landing=False, interleave=False)
+
+
+def _plan(topology: Topology, slot_reuse: bool) -> BasePlan | None:
+    """Of reductions across nodes, with one rank a node too; all calls of an engine have the same but for the mode."""
+    return replace(default_plan(topology), slot_reuse=slot_reuse) if topology.nodes > 1 else None
 
 
 class SumKernel(Protocol):
@@ -111,8 +156,9 @@ class CudaGroup(LandingGroup):
         super().__init__(name, layout, engine.landing(layout.landing_bytes), home)
         self._engine, self._chunk_bytes = engine, chunk_bytes
         self._kernels, self._ctas = kernels, (sum_ctas, landing_ctas or sum_ctas)
-        self._plan = plan_of(engine.topology, slot_reuse)
-        self._all_gather = engine.collective(self._all_gather_schedule(), len(layout.params), f"all-gather of {name!r}")
+        self._plan = _plan(engine.topology, slot_reuse)
+        schedule = _all_gather_schedule(layout, engine.topology, engine.rank)
+        self._all_gather = engine.collective(schedule, len(layout.params), f"all-gather of {name!r}")
         self._reuse = engine.collective(reuse(engine.topology, engine.rank), 0, f"reuse of {name!r}")
         self._no_shards = [0] * len(layout.params)  # the caller's cast puts them where they are sent from
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
@@ -205,13 +251,6 @@ class CudaGroup(LandingGroup):
         collective.enqueue_streams(call, dict(zip(("push", "sum", "network"), streams, strict=False)))
         self.reduce_scatters.calls += 1
         self.reduce_scatters.bytes += reduction.bytes
-
-    def _all_gather_schedule(self) -> Schedule:
-        layout, topology, rank = self.layout, self._engine.topology, self._engine.rank
-        items = [Item.of_size(p.itemsize) for p in layout.params]
-        # With one rank a node too, as on CPUs: the rail lane's puts land in landings of other nodes.
-        build = all_gather_nodes if self.several_nodes else all_gather
-        return build(layout, topology, rank, items, shared_landing=False, interleave=False)
 
     def prepare(self, params: tuple[int, ...], grad: Item, output: Item) -> None:
         """Compile and upload what reductions of ``params`` will need, if memory comes from an allocator as it does.
