@@ -1,4 +1,4 @@
-"""Compile the sum kernel ahead of time, check it once, and hand out what a native launch needs.
+"""Compile the kernels ahead of time, check each once, and hand out what a native launch needs.
 
 Works with Triton 3.4 to 3.9. How many hidden pointers follow the visible arguments differs between releases (3.4 has
 one, global scratch; 3.5 and later have two, global and profile scratch), so it is counted in the PTX, not assumed.
@@ -47,6 +47,28 @@ class SumSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LandSpec:
+    """Everything that selects one compiled kernel of landing (``kernels.land``)."""
+
+    sources: int
+    pointers: int
+    out_dtype: str
+    accumulate: bool
+    aligned: bool
+
+    def __post_init__(self) -> None:
+        if self.sources < 1:
+            raise ValueError(f"sources must be 1 or more; got {self.sources}")
+        if self.pointers not in POINTER_COUNTS:
+            raise ValueError(f"pointers must be one of {POINTER_COUNTS}; got {self.pointers}")
+        if self.out_dtype not in _ITEM_BYTES:
+            raise ValueError(f"out_dtype must be one of {sorted(_ITEM_BYTES)}; got {self.out_dtype!r}")
+
+
+Spec = SumSpec | LandSpec
+
+
+@dataclass(frozen=True, slots=True)
 class SumKernel:
     """A loaded kernel, for ``cuLaunchKernel``: ``function``, any grid (G, 1, 1), ``threads`` and ``shared_bytes``.
 
@@ -68,13 +90,13 @@ class SumKernel:
     spills: int
     """Bytes that a thread spills; not 0 means a shape that does not suit."""
     shape: SumShape
-    spec: SumSpec
+    spec: Spec
     owner: Any = field(repr=False, compare=False)
     """Keeps the module loaded: ``function`` is valid as long as this object lives."""
 
 
 _lock = threading.Lock()
-_kernels: dict[tuple[SumSpec, SumShape | None, int], SumKernel] = {}
+_kernels: dict[tuple[Spec, SumShape | None, int], SumKernel] = {}
 
 
 def compile_sum(
@@ -96,7 +118,7 @@ def compile_sum(
     Args:
         pointers: gradients of a call at most; rounded up to one of ``POINTER_COUNTS``.
         grad_dtype, out_dtype: ``"bf16"`` or ``"fp32"`` (or torch's names of them).
-        aligned: promises that all offsets and strides are multiples of 8 elements, all addresses of 16 bytes.
+        aligned: promises that every source and every output of a tile begins at a multiple of 16 bytes.
         shape: tuned elsewhere; by default chosen from the number of sources and the device's shared memory.
 
     Raises:
@@ -104,7 +126,30 @@ def compile_sum(
             loading fails, or the trial launch does not give the promised bytes.
         ValueError: if an argument is out of range.
     """
-    spec = SumSpec(staged, pointer_count(pointers), _dtype(grad_dtype), _dtype(out_dtype), aligned)
+    return _kernel(
+        SumSpec(staged, pointer_count(pointers), _dtype(grad_dtype), _dtype(out_dtype), aligned), shape, device
+    )
+
+
+def compile_land(
+    sources: int,
+    pointers: int,
+    out_dtype: str,
+    accumulate: bool,
+    aligned: bool,
+    device: int,
+    *,
+    shape: SumShape | None = None,
+) -> SumKernel:
+    """The kernel that lands ``sources`` fp32 partials in ``out_dtype``; compiled and checked on first use.
+
+    As :func:`compile_sum`. ``pointers``: addresses of a call at most; ``accumulate``: adds to what the output holds;
+    ``aligned``: promises that all partials and outputs begin at multiples of 16 bytes.
+    """
+    return _kernel(LandSpec(sources, pointer_count(pointers), _dtype(out_dtype), accumulate, aligned), shape, device)
+
+
+def _kernel(spec: Spec, shape: SumShape | None, device: int) -> SumKernel:
     with _lock:
         key = (spec, shape, device)
         if key not in _kernels:
@@ -112,7 +157,7 @@ def compile_sum(
         return _kernels[key]
 
 
-def build(spec: SumSpec, shape: SumShape, target: Any) -> Any:
+def build(spec: Spec, shape: SumShape, target: Any) -> Any:
     """Compile for a ``triton.backends.compiler.GPUTarget``; no device is needed. Returns Triton's compiled kernel.
 
     Nothing is specialised on values (Triton's launcher would compile anew for 1 or for multiples of 16): one kernel
@@ -122,13 +167,16 @@ def build(spec: SumSpec, shape: SumShape, target: Any) -> Any:
     import triton
     from triton.compiler import ASTSource
 
-    from tide_strategies.kernels.sum import sum_tiles
+    if isinstance(spec, SumSpec):
+        from tide_strategies.kernels.sum import sum_tiles as function
+    else:
+        from tide_strategies.kernels.land import land_tiles as function
 
     signature: dict[str, Any] = {
         "tiles": "*i64",
         "first_tile": "i32",
         "n_tiles": "i32",
-        "staging": "*" + spec.grad_dtype,
+        "staging": "*" + _staged_dtype(spec),
         "output": "*" + spec.out_dtype,
         "inverse": "fp32",
         "addresses": ("i64",) * spec.pointers,
@@ -137,7 +185,7 @@ def build(spec: SumSpec, shape: SumShape, target: Any) -> Any:
     signature.update(dict.fromkeys(constants, "constexpr"))
     # Without fusion the compiler emits .rn operations, which nothing downstream may contract.
     options = {"num_warps": shape.warps, "num_ctas": 1, "enable_fp_fusion": False}
-    return triton.compile(ASTSource(sum_tiles, signature, constants), target=target, options=options)
+    return triton.compile(ASTSource(function, signature, constants), target=target, options=options)
 
 
 def hidden_pointers(compiled: Any, pointers: int) -> int:
@@ -183,7 +231,19 @@ def _dtype(name: str) -> str:
     return _DTYPES[name]
 
 
-def _constants(spec: SumSpec, shape: SumShape) -> dict[str, int | bool]:
+def _staged_dtype(spec: Spec) -> str:
+    return spec.grad_dtype if isinstance(spec, SumSpec) else "fp32"
+
+
+def _constants(spec: Spec, shape: SumShape) -> dict[str, int | bool]:
+    if isinstance(spec, LandSpec):
+        return {
+            "SOURCES": spec.sources,
+            "POINTERS": spec.pointers,
+            "TILE": shape.tile,
+            "ALIGNED": spec.aligned,
+            "ACCUMULATE": spec.accumulate,
+        }
     return {
         "STAGED": spec.staged,
         "POINTERS": spec.pointers,
@@ -202,7 +262,14 @@ def _require_triton() -> None:
         raise KernelUnavailableError("TRITON_INTERPRET is set: Triton interprets kernels and compiles none; unset it")
 
 
-def _load(spec: SumSpec, shape: SumShape | None, device: int) -> SumKernel:
+def _shape(spec: Spec, shared_limit: int) -> SumShape:
+    if isinstance(spec, SumSpec):
+        return default_shape(spec.staged, _ITEM_BYTES[spec.grad_dtype], spec.aligned, shared_limit)
+    # What comes over the link waits in registers: many threads, as for unaligned sums.
+    return default_shape(spec.sources - 1, _ITEM_BYTES["fp32"], False, shared_limit)
+
+
+def _load(spec: Spec, shape: SumShape | None, device: int) -> SumKernel:
     """Compile for the device, load the module into its primary context, and try the kernel once."""
     _require_triton()
     import torch
@@ -216,7 +283,7 @@ def _load(spec: SumSpec, shape: SumShape | None, device: int) -> SumKernel:
             if target.backend != "cuda":
                 raise KernelUnavailableError(f"the sum kernel needs an NVIDIA GPU; Triton's target is {target}")
             shared = driver.active.utils.get_device_properties(device)["max_shared_mem"]
-            chosen = shape or default_shape(spec.staged, _ITEM_BYTES[spec.grad_dtype], spec.aligned, shared)
+            chosen = shape or _shape(spec, shared)
             compiled = build(spec, chosen, target)
             hidden = hidden_pointers(compiled, spec.pointers)
             # Loads the module and raises the function's limit of shared memory.
@@ -225,7 +292,7 @@ def _load(spec: SumSpec, shape: SumShape | None, device: int) -> SumKernel:
             raise
         except Exception as error:  # the compiler, ptxas, the C compiler and the driver all have errors of their own
             raise KernelUnavailableError(
-                f"Triton could not compile or load the sum kernel {spec}: {type(error).__name__}: {error}"
+                f"Triton could not compile or load the kernel {spec}: {type(error).__name__}: {error}"
             ) from error
         kernel = SumKernel(
             function=int(compiled.function),
@@ -257,11 +324,16 @@ def launch_with_triton(kernel: SumKernel, trial: Any, grid: int) -> None:
 def _try_once(kernel: SumKernel, device: int) -> None:
     import torch
 
-    from tide_strategies.kernels.reference import Trial, make_trial
+    from tide_strategies.kernels.reference import Trial, make_land_trial, make_trial
 
     spec = kernel.spec
-    gradients = min(5, spec.pointers)
-    trial = make_trial(spec.staged, gradients, kernel.tile, spec.grad_dtype, spec.out_dtype, spec.aligned, device)
+    places = min(5, spec.pointers)
+    if isinstance(spec, SumSpec):
+        trial = make_trial(spec.staged, places, kernel.tile, spec.grad_dtype, spec.out_dtype, spec.aligned, device)
+    else:
+        trial = make_land_trial(
+            spec.sources, places, kernel.tile, spec.out_dtype, spec.accumulate, spec.aligned, device
+        )
 
     def launch(trial: Trial) -> None:
         launch_with_triton(kernel, trial, grid=3)
@@ -271,7 +343,7 @@ def _try_once(kernel: SumKernel, device: int) -> None:
         passed = trial.passes(launch)
     except Exception as error:
         raise KernelUnavailableError(
-            f"the trial launch of the sum kernel failed: {type(error).__name__}: {error}"
+            f"the trial launch of the kernel failed: {type(error).__name__}: {error}"
         ) from error
     if not passed:
-        raise KernelUnavailableError(f"the sum kernel {spec} gave wrong sums on {torch.cuda.get_device_name(device)}")
+        raise KernelUnavailableError(f"the kernel {spec} gave wrong sums on {torch.cuda.get_device_name(device)}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tide_strategies.kernels.tiles import ALIGNED_ELEMENTS, TILE_WORDS
+from tide_strategies.kernels.tiles import ALIGNED_ELEMENTS, LAND_HEAD_WORDS, LAND_SOURCE_WORDS, TILE_WORDS
 
 #: torch's dtypes by the names that kernels use, and by the names that people use.
 DTYPES = {
@@ -34,7 +34,7 @@ def reference(
         staging, output: flat tensors; gradients: flat tensors that the rows index.
         staged: staged sources of a tile, added in their order before the own gradient.
     """
-    factor = torch.tensor(inverse, dtype=torch.float32, device=output.device)
+    factor = _factor(inverse, output)
     for pointer, own, offset, stride, out, count in tiles.view(-1, TILE_WORDS).tolist():
         sources = [staging[offset + s * stride :][:count] for s in range(staged)]
         sources.append(gradients[pointer][own:][:count])
@@ -42,6 +42,33 @@ def reference(
         for source in sources[1:]:
             total = total + source.float()
         output[out : out + count] = (total * factor).to(output.dtype)
+
+
+def land_reference(
+    tiles: torch.Tensor,
+    output: torch.Tensor,
+    inverse: float,
+    partials: Sequence[torch.Tensor],
+    sources: int,
+    accumulate: bool,
+) -> None:
+    """Write ``[out +] ((s_0 + s_1) + ...) * inverse`` to ``output`` for every row of ``tiles`` (``kernels.land``)."""
+    factor = _factor(inverse, output)
+    for row in tiles.view(-1, LAND_HEAD_WORDS + LAND_SOURCE_WORDS * sources).tolist():
+        (out, count), places = row[:LAND_HEAD_WORDS], row[LAND_HEAD_WORDS:]
+        total = None
+        for pointer, offset in zip(places[::2], places[1::2], strict=True):
+            partial = partials[pointer][offset:][:count]
+            total = partial if total is None else total + partial
+        assert total is not None
+        total = total * factor
+        if accumulate:
+            total = output[out : out + count].float() + total
+        output[out : out + count] = total.to(output.dtype)
+
+
+def _factor(inverse: float, output: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(inverse, dtype=torch.float32, device=output.device)
 
 
 def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -61,16 +88,26 @@ class Trial:
     inverse: float
     gradients: tuple[torch.Tensor, ...]
     staged: int
+    #: Of landing: how many partials are added, and whether to what the output holds.
+    landed: int = 0
+    accumulate: bool = False
 
     def addresses(self, pointers: int) -> tuple[int, ...]:
         """The gradients' addresses, padded with zeros to the ``pointers`` scalars of a kernel."""
         own = tuple(gradient.data_ptr() for gradient in self.gradients)
         return own + (0,) * (pointers - len(own))
 
+    def write(self, output: torch.Tensor) -> None:
+        """Write the promised sums to ``output``."""
+        if self.landed:
+            land_reference(self.tiles, output, self.inverse, self.gradients, self.landed, self.accumulate)
+        else:
+            reference(self.tiles, self.staging, output, self.inverse, self.gradients, self.staged)
+
     def passes(self, launch: Callable[[Trial], None]) -> bool:
         """Whether ``launch``, which must finish its work, writes the promised bytes and no others."""
         expected = self.output.clone()
-        reference(self.tiles, self.staging, expected, self.inverse, self.gradients, self.staged)
+        self.write(expected)
         launch(self)
         return same_bytes(self.output, expected)
 
@@ -118,4 +155,46 @@ def make_trial(
         inverse=1 / 3,
         gradients=tuple(values(tile + 5 * step + 8) for _ in range(gradients)),
         staged=staged,
+    )
+
+
+def make_land_trial(
+    sources: int,
+    places: int,
+    tile: int,
+    out_dtype: str,
+    accumulate: bool,
+    aligned: bool,
+    device: torch.device | str | int,
+    *,
+    tiles: int = 7,
+    seed: int = 0,
+) -> Trial:
+    """A trial of landing ``sources`` partials a tile, out of ``places`` tensors in turn; as :func:`make_trial`.
+
+    Under ``accumulate`` the output holds random values, else -7.
+    """
+    random = torch.Generator().manual_seed(seed)
+    step = ALIGNED_ELEMENTS if aligned else 1
+    counts = [(tile, tile - 1, 1, 0, tile // 2 + 3, tile - 8, 5)[i % 7] for i in range(tiles)]
+    rows: list[tuple[int, ...]] = []
+    out = step
+    for i, count in enumerate(counts):
+        at = [int(torch.randint(0, 5, (1,), generator=random)) * step for _ in range(sources)]
+        rows.append((out, count, *(w for s in range(sources) for w in ((i + s) % places, at[s]))))
+        out += -(-count // step) * step + step
+
+    def values(count: int) -> torch.Tensor:
+        return torch.randn(count, generator=random) * torch.randint(-6, 7, (count,), generator=random).float().exp2()
+
+    output = values(out) if accumulate else torch.full((out,), -7.0)
+    return Trial(
+        tiles=torch.tensor(rows, dtype=torch.int64).to(device),
+        staging=torch.zeros(1).to(device),
+        output=output.to(DTYPES[out_dtype]).to(device),
+        inverse=1 / 3,
+        gradients=tuple(values(tile + 5 * step).to(device) for _ in range(places)),
+        staged=0,
+        landed=sources,
+        accumulate=accumulate,
     )

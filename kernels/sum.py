@@ -68,7 +68,7 @@ def sum_tiles(
 
     No product feeds an addition, so there is nothing for the compiler to contract into a fused multiply-add.
     With STAGES > 1 the loads go through a ring of STAGES tiles in shared memory (cp.async on NVIDIA). ``ALIGNED``
-    promises that offsets and strides are multiples of 8 elements and addresses of 16 bytes; counts stay arbitrary.
+    promises that every source and output of a tile begins at a multiple of 16 bytes; counts stay arbitrary.
     """
     gradient = staging.dtype.element_ty
     lane = tl.arange(0, TILE)

@@ -1,4 +1,4 @@
-"""What callers of the sum kernel lay out: the table of tiles, and the shape of a compiled kernel. Imports nothing."""
+"""What callers of the kernels lay out: the tables of tiles, and the shape of a compiled kernel. Imports nothing."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ class TileWord(IntEnum):
 
 #: int64 words of a row of the tile table.
 TILE_WORDS = len(TileWord)
+#: int64 words of a row for landing: element offset in the output, elements; and of each of its sources: index of the
+#: address, element offset from there.
+LAND_HEAD_WORDS, LAND_SOURCE_WORDS = 2, 2
 #: Launch arguments before the gradients' addresses: tiles, first_tile, n_tiles, staging, output, inverse.
 LEADING_ARGUMENTS = 6
 #: Numbers of gradient addresses that kernels are compiled for; 256 parameters are the paper's limit of a group.
 POINTER_COUNTS = (4, 8, 16, 32, 64, 128, 256)
-#: Offsets and strides of an aligned kernel are multiples of this many elements.
+#: Offsets and strides that are multiples of this many elements suit an aligned kernel, whatever the dtypes.
 ALIGNED_ELEMENTS = 8
 #: Addresses of an aligned kernel (staging, output, every gradient) are multiples of this many bytes.
 ALIGNED_BYTES = 16

@@ -228,6 +228,9 @@ class cuda:
     @staticmethod
     def order(from_stream: int, to_stream: int) -> None:
         """Let one stream continue only after what another holds now. Either may be a default stream."""
+    @staticmethod
+    def be_patient(seconds: float) -> None:
+        """Let the host wait for the device this long where it has to, if that is longer than what was set before."""
 
     class Allocation:
         """Physical memory of a device that other processes can map. ``OSError`` (ENOMEM) if there is not enough."""
@@ -275,8 +278,8 @@ class cuda:
         def map(self, allocation: cuda.Allocation) -> None:
             """Show the first :attr:`bytes` of an allocation. Addresses and tensors stay.
 
-            Waits for the device if another allocation was shown (``TimeoutError`` after a minute, and nothing has
-            changed); does nothing if it was this one.
+            Waits for the device if another allocation was shown (``TimeoutError`` after the time of
+            :meth:`be_patient`, a minute unless set, and nothing has changed); does nothing if it was this one.
             """
         def unmap(self) -> None:
             """Show nothing; waits like :meth:`map`."""
@@ -337,6 +340,11 @@ class cuda:
             ``writer``, ``expected``, ``seen`` (None if the cells could not be read within a second) and ``blocked_s``.
             Of a run of waits only those are named whose cell falls short.
             """
+        def release_after(self, seconds: float) -> None:
+            """Do what :meth:`release` does once a wait has blocked its stream for so long, from a native thread.
+
+            It works while the interpreter's lock is held by a call that waits for room in the driver. Called once.
+            """
         def release(self) -> bool:
             """Fail-stop: let every present and future wait of this control pass. What is computed then is worthless.
 
@@ -396,6 +404,9 @@ class cuda:
         def segments(self, stream: int) -> list[tuple[str, int]]:
             """How a stream reaches the driver: ``copies``, ``clear``, ``signals``, ``sums``; how many."""
         @property
+        def sum_kinds(self) -> list[tuple[bool, int, int, int, bool]]:
+            """What kernels are needed: (lands, sources, dtype of these, dtype of the sum, accumulates) each."""
+        @property
         def sum_launches(self) -> int:
             """Kernel launches of a call; 0 before :meth:`set_sum_kernel`."""
         @property
@@ -411,12 +422,14 @@ class cuda:
             tile: int,
             extra_null_pointers: int,
             device: int | None = None,
+            kind: int = 0,
         ) -> None:
-            """Set what adds, a CUfunction with the arguments that ``kernels.sum`` lists; upload the table of tiles.
+            """Set what adds the sums of a kind, a CUfunction as ``kernels.tiles`` describes; upload its table of tiles.
 
-            All sums have the same number of sources and dtypes: staged ones at a constant distance in one area, then
-            one elsewhere. ``ValueError`` if not, or for sums that accumulate. Sums in a row are one launch, unless the
-            staging, the output or the scaling changes or there are more than ``max_pointers`` gradients.
+            Unless they land, sums have staged sources at a constant distance in one area, then one elsewhere, and do
+            not accumulate: otherwise ``ValueError``. Sums of a kind in a row are one launch, unless the staging, the
+            output or the scaling changes, there are more than ``max_pointers`` addresses, or one accumulates where
+            another of them does.
 
             Args:
                 threads, shared_bytes: of a thread block.
@@ -425,6 +438,7 @@ class cuda:
                 tile: elements that a tile has at most.
                 extra_null_pointers: null pointers that follow the arguments.
                 device: where the function was loaded; by default the device of the current context.
+                kind: number of the kind in :attr:`sum_kinds`.
             """
         def begin(
             self, control: cuda.Control, bases: Sequence[int], counters: Sequence[int], tag: int, divisor: float

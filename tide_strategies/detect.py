@@ -66,8 +66,8 @@ FALLBACKS: dict[str, tuple[str, str]] = {
     ),
     "TIDE-F022": ("the configuration keeps stock collectives (plan: stock)", "set plan: auto"),
     "TIDE-F023": (
-        "the configured topology {} has several nodes, which GPUs cannot stand for yet",
-        "set topology: auto",
+        "the configured topology has several nodes, whose GPUs cannot be connected yet: {}",
+        "shard within a host (HSDP replicates across hosts), or run all ranks on one host",
     ),
     "TIDE-F024": (
         "the configured topology {} does not fit the group: {}",

@@ -43,7 +43,7 @@ Scratch& scratch() {
 
 Call::Call(std::shared_ptr<Control> control, std::shared_ptr<const Program> program, std::vector<uint64_t> bases,
            std::vector<uint32_t> counters, uint32_t tag, float divisor)
-    : control_(std::move(control)), program_(std::move(program)), plan_(program_->sum_plan()),
+    : control_(std::move(control)), program_(std::move(program)), plans_(program_->sum_plans()),
       bases_(std::move(bases)), counters_(std::move(counters)), tag_(tag) {
   const tide::Program& p = program_->table();
   expect("bases", bases_.size(), p.n_bases());
@@ -52,11 +52,15 @@ Call::Call(std::shared_ptr<Control> control, std::shared_ptr<const Program> prog
   if (!std::isfinite(divisor) || divisor == 0.0f)
     throw std::invalid_argument("divisor must be finite and not zero as fp32; got " + std::to_string(divisor));
   inverse_ = 1.0f / divisor;
-  if (!program_->sums().empty() && plan_ == nullptr)
-    throw std::invalid_argument("the program has sums: call set_sum_kernel first");
-  if (plan_ != nullptr && &plan_->device() != &control_->device())
-    throw std::invalid_argument("the sum kernel is for device " + std::to_string(plan_->device().ordinal()) +
-                                ", the control for device " + std::to_string(control_->device().ordinal()));
+  plans_.resize(program_->sum_kinds().size());
+  for (size_t kind = 0; kind < plans_.size(); ++kind) {
+    if (plans_[kind] == nullptr)
+      throw std::invalid_argument("the program has sums of kind " + std::to_string(kind) +
+                                  ": call set_sum_kernel first");
+    if (&plans_[kind]->device() != &control_->device())
+      throw std::invalid_argument("the sum kernel is for device " + std::to_string(plans_[kind]->device().ordinal()) +
+                                  ", the control for device " + std::to_string(control_->device().ordinal()));
+  }
 
   // Nothing is changed before everything is known to be right: a refused call must not shift the totals.
   Arena::Ledger& ledger = control_->ledger();
@@ -101,7 +105,7 @@ void Call::enqueue(size_t stream_index, uint64_t cuda_stream) const {
         enqueue_signals(segment, stream);
         break;
       case Segment::kSums:
-        plan_->launch(segment.first, bases_, inverse_, stream);
+        plans_[program_->sums()[segment.first].kind]->launch(segment.first, bases_, inverse_, stream);
         break;
     }
   }
@@ -109,7 +113,10 @@ void Call::enqueue(size_t stream_index, uint64_t cuda_stream) const {
 
 void Call::enqueue_lanes(const std::vector<uint64_t>& cuda_streams) const {
   expect("cuda_streams", cuda_streams.size(), program_->n_lanes());
-  for (size_t s = 0; s < program_->n_streams(); ++s) enqueue(s, cuda_streams[program_->lane_of(s)]);
+  for (size_t s = 0; s < program_->n_streams(); ++s) {
+    const uint64_t stream = cuda_streams[program_->lane_of(s)];
+    if (stream != 0) enqueue(s, stream);
+  }
 }
 
 void Call::enqueue_copies(const Segment& segment, StreamHandle stream) const {
@@ -145,13 +152,17 @@ void Call::enqueue_signals(const Segment& segment, StreamHandle stream) const {
   if (waiting) ops.push_back({});  // "begun": filled in below, when the record is known
   for (size_t i = segment.first; i < segment.first + segment.count; ++i) {
     const Signal& s = program_->signals()[i];
-    if (!s.wait) {
+    if (s.kind == Signal::kNotify) {
       append_notify(s, ops);
       continue;
     }
-    if (!waiting) continue;
     const uint32_t writer = program_->table().await_slots()[s.slot].writer, counter = counters_[s.counter];
     const uint32_t expected = await_base_[s.slot] + s.value;
+    if (s.kind == Signal::kTaken) {
+      ops.push_back(mem_op(kWriteValue32, control_->cell(control_->rank(), counter, writer), expected, kWriteDefault));
+      continue;
+    }
+    if (!waiting) continue;
     ops.push_back(mem_op(kWaitValue32, control_->cell(control_->rank(), counter, writer), expected, kWaitGeq));
     waits.push_back({counter, writer, expected});
   }

@@ -1,6 +1,9 @@
 #include "control.h"
 
+#include <unistd.h>
+
 #include <cerrno>
+#include <chrono>
 #include <cmath>
 #include <stdexcept>
 #include <utility>
@@ -14,7 +17,6 @@ namespace {
 
 constexpr int64_t kSecond = 1'000'000'000;
 constexpr int64_t kZeroNs = 30 * kSecond;
-constexpr int64_t kFullNs = 60 * kSecond;
 constexpr int64_t kReadNs = kSecond;
 constexpr int64_t kReleaseTryNs = kSecond / 3;
 constexpr size_t kReleaseTries = 8;
@@ -69,6 +71,7 @@ Control::Control(int64_t device, int64_t ranks, int64_t rank, int64_t counters, 
 }
 
 Control::~Control() {
+  stop_watching();
   std::lock_guard<std::mutex> hold(records_lock_);
   retire(true);
   if (!under_way_.empty()) records_.keep_for_good();
@@ -105,7 +108,7 @@ void Control::retire(bool everything) {
 }
 
 uint64_t Control::reserve(uint32_t seq, uint32_t tag, const std::vector<Wait>& waits) {
-  const int64_t deadline = now_ns() + kFullNs;
+  const int64_t deadline = now_ns() + patience_ns();
   for (;;) {
     {
       std::lock_guard<std::mutex> hold(records_lock_);
@@ -127,7 +130,7 @@ uint64_t Control::reserve(uint32_t seq, uint32_t tag, const std::vector<Wait>& w
     }
     if (now_ns() >= deadline)
       throw OsError(ETIMEDOUT, std::to_string(kRecords) + " runs of waits are under way on the device and none ended "
-                                                          "within " + std::to_string(kFullNs / kSecond) + " s");
+                                                          "within " + std::to_string(patience_ns() / kSecond) + " s");
     sleep_ns(200'000);
   }
 }
@@ -216,6 +219,43 @@ bool Control::release() {
     return true;
   }
   return false;
+}
+
+void Control::release_after(double seconds) {
+  if (!std::isfinite(seconds) || seconds < 0 || seconds > 1e9)
+    throw std::invalid_argument("seconds must be between 0 and 1e9; got " + std::to_string(seconds));
+  std::lock_guard<std::mutex> hold(watcher_lock_);
+  if (watcher_.joinable()) throw std::invalid_argument("release_after was called before");
+  watched_by_ = ::getpid();
+  watcher_ = std::thread([this, seconds] { watch(seconds); });
+}
+
+void Control::stop_watching() {
+  if (!watcher_.joinable()) return;
+  if (watched_by_ != ::getpid()) {  // a forked child has no such thread
+    new std::thread(std::move(watcher_));
+    return;
+  }
+  {
+    std::lock_guard<std::mutex> hold(watcher_lock_);
+    closing_ = true;
+  }
+  watcher_wake_.notify_all();
+  watcher_.join();
+}
+
+void Control::watch(double seconds) {
+  std::unique_lock<std::mutex> hold(watcher_lock_);
+  while (!watcher_wake_.wait_for(hold, std::chrono::milliseconds(500), [this] { return closing_; })) {
+    hold.unlock();
+    try {
+      // What is let go may be overwritten by a peer that goes on: again and again, then.
+      if (released() ? outstanding() != 0 : !overdue(seconds).empty()) (void)release();
+    } catch (const std::exception&) {
+      // The device fails, or goes down with the process: whoever calls it next is told.
+    }
+    hold.lock();
+  }
 }
 
 }  // namespace tide::cuda

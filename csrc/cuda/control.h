@@ -6,11 +6,13 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "arena.h"
@@ -65,7 +67,7 @@ class Control {
   Arena::Ledger& ledger() { return ledger_; }
 
   // Room for the record of one bracketed run of waits: the device stores 2k + 1 into it when it comes to the
-  // waits, 2k + 2 when they are through. Blocks for a minute at most if 4096 runs are under way.
+  // waits, 2k + 2 when they are through. Blocks for patience_ns() at most if 4096 runs are under way.
   uint64_t reserve(uint32_t seq, uint32_t tag, const std::vector<Wait>& waits);
   void cancel(uint64_t k);  // the device was never told
   DevicePtr record_address(uint64_t k) const { return records_.device_address() + (k % kRecords) * 4; }
@@ -82,6 +84,10 @@ class Control {
   bool release();
   bool released() const { return released_.load(std::memory_order_acquire); }
 
+  // Lets every wait pass once one has blocked its stream for so long, from a thread that needs nothing of Python: a
+  // caller that holds the interpreter's lock while the driver has no room for it would stop any other watcher.
+  void release_after(double seconds);
+
  private:
   struct Record {
     bool busy = false;
@@ -92,6 +98,8 @@ class Control {
   };
 
   void zero_own();
+  void watch(double seconds);
+  void stop_watching();
   uint32_t record_value(uint64_t k) const {
     return __atomic_load_n(records_.words() + k % kRecords, __ATOMIC_ACQUIRE);
   }
@@ -120,6 +128,12 @@ class Control {
   bool read_pending_ = false;
   std::vector<std::unique_ptr<Stream>> release_streams_;
   bool image_pending_ = false;
+
+  std::mutex watcher_lock_;
+  std::condition_variable watcher_wake_;
+  bool closing_ = false;
+  int watched_by_ = 0;  // process
+  std::thread watcher_;
 };
 
 }  // namespace tide::cuda

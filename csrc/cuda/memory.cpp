@@ -9,12 +9,6 @@
 #include "stream.h"
 
 namespace tide::cuda {
-namespace {
-
-constexpr int64_t kRemapNs = 60'000'000'000;
-
-}  // namespace
-
 Allocation::Allocation(int64_t device, int64_t bytes) : device_(Device::get(device)) {
   bytes_ = device_.whole_granules(bytes);
   const MemAllocationProp prop = device_.allocation_properties();
@@ -87,9 +81,9 @@ void Window::map(std::shared_ptr<const Allocation> allocation) {
 
 void Window::unmap() {
   if (shown_ == nullptr) return;
-  if (!settle(device_, kRemapNs))
+  if (!settle(device_, patience_ns()))
     throw OsError(ETIMEDOUT, "device " + std::to_string(device()) + " is still busy after " +
-                                 std::to_string(kRemapNs / 1'000'000'000) + " s; the window was left as it is");
+                                 std::to_string(patience_ns() / 1'000'000'000) + " s; the window was left as it is");
   const Current current(device_);
   check(api().MemUnmap(address_, bytes_), "cuMemUnmap");
   shown_.reset();

@@ -42,7 +42,7 @@ class Window {
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
 
-  // Shows the allocation's first bytes. Waits for the device's work (a minute at most, then OsError with
+  // Shows the allocation's first bytes. Waits for the device's work (patience_ns() at most, then OsError with
   // ETIMEDOUT) if another allocation was shown; nothing is done if it was this one.
   void map(std::shared_ptr<const Allocation> allocation);
   void unmap();

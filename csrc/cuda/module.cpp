@@ -170,6 +170,7 @@ void bind_memory(nb::module_& m) {
       .def(nb::init<int64_t, int64_t>(), "device"_a, "priority"_a, Released())
       .def_prop_ro("device", &Stream::device)
       .def_prop_ro("handle", &Stream::number);
+  m.def("be_patient", &be_patient, "seconds"_a);
   m.def("order", &order, "from_stream"_a, "to_stream"_a, Released());
 }
 
@@ -212,6 +213,8 @@ void bind_control(nb::module_& m) {
         for (const OverdueWait& w : found) list.append(overdue_dict(w));
         return list;
       }, "seconds"_a)
+      .def("release_after", [](const ControlHandle& c, double seconds) { c.it->release_after(seconds); },
+           "seconds"_a, Released())
       .def("release", [](const ControlHandle& c) { return c.it->release(); }, Released())
       .def_prop_ro("released", [](const ControlHandle& c) { return c.it->released(); });
 }
@@ -225,6 +228,13 @@ int64_t current_device() {
   DeviceId id = 0;
   check(api().CtxGetDevice(&id), "cuCtxGetDevice");
   return id;
+}
+
+size_t over_plans(const Program& program, size_t (SumPlan::*count)() const) {
+  size_t total = 0;
+  for (const auto& plan : program.sum_plans())
+    if (plan != nullptr) total += (plan.get()->*count)();
+  return total;
 }
 
 void bind_program(nb::module_& m) {
@@ -256,24 +266,29 @@ void bind_program(nb::module_& m) {
         static const char* const names[] = {"copies", "clear", "signals", "sums"};
         std::vector<std::pair<std::string, size_t>> out;
         for (const Segment& s : p.it->segments(static_cast<size_t>(stream)))
-          out.emplace_back(names[s.kind], s.kind == Segment::kSums ? p.it->sums()[s.first].size() : s.count);
+          out.emplace_back(names[s.kind], s.kind == Segment::kSums ? p.it->sums()[s.first].ops.size() : s.count);
         return out;
       }, "stream"_a)
       .def("set_sum_kernel", [](const ProgramHandle& p, uint64_t function, int64_t threads, int64_t shared_bytes,
                                 int64_t ctas, int64_t max_pointers, int64_t tile, int64_t extra_null_pointers,
-                                std::optional<int64_t> device) {
+                                std::optional<int64_t> device, int64_t kind) {
+        const auto kinds = static_cast<int64_t>(p.it->sum_kinds().size());
+        if (kind < 0 || kind >= kinds)
+          throw std::invalid_argument("kind is " + std::to_string(kind) + "; the program has " +
+                                      std::to_string(kinds) + " kinds of sums");
         Device& d = Device::get(device ? *device : current_device());
-        p.it->set_sum_kernel({function, threads, shared_bytes, ctas, max_pointers, tile, extra_null_pointers}, d);
+        p.it->set_sum_kernel({function, threads, shared_bytes, ctas, max_pointers, tile, extra_null_pointers},
+                             static_cast<size_t>(kind), d);
       }, "function"_a, "threads"_a, "shared_bytes"_a, "ctas"_a, "max_pointers"_a, "tile"_a,
-         "extra_null_pointers"_a, "device"_a = nb::none(), Released())
-      .def_prop_ro("sum_launches", [](const ProgramHandle& p) {
-        const auto plan = p.it->sum_plan();
-        return plan == nullptr ? 0 : plan->n_launches();
+         "extra_null_pointers"_a, "device"_a = nb::none(), "kind"_a = 0, Released())
+      .def_prop_ro("sum_kinds", [](const ProgramHandle& p) {
+        std::vector<std::tuple<bool, int64_t, int64_t, int64_t, bool>> out;
+        for (const SumKind& k : p.it->sum_kinds())
+          out.emplace_back(k.landing, k.sources, k.src_dtype, k.dst_dtype, k.accumulate);
+        return out;
       })
-      .def_prop_ro("sum_tiles", [](const ProgramHandle& p) {
-        const auto plan = p.it->sum_plan();
-        return plan == nullptr ? 0 : plan->n_tiles();
-      })
+      .def_prop_ro("sum_launches", [](const ProgramHandle& p) { return over_plans(*p.it, &SumPlan::n_launches); })
+      .def_prop_ro("sum_tiles", [](const ProgramHandle& p) { return over_plans(*p.it, &SumPlan::n_tiles); })
       .def("begin", [](const ProgramHandle& p, const ControlHandle& control, std::vector<uint64_t> bases,
                        std::vector<uint32_t> counters, int64_t tag, double divisor) {
         if (tag < 0 || tag > UINT32_MAX)

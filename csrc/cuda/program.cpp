@@ -55,12 +55,7 @@ void Program::compile_stream(size_t stream, std::vector<int64_t>& notifier) {
         add_copy(i, out);
         break;
       case kSum:
-        if (op[3] == 0) break;
-        if (out.empty() || out.back().kind != Segment::kSums) {
-          out.push_back({Segment::kSums, sums_.size(), 1});
-          sums_.emplace_back();
-        }
-        sums_.back().push_back(i);
+        if (op[3] != 0) add_sum(i, out);
         break;
       case kZero:
         if (op[3] == 0) break;
@@ -70,10 +65,13 @@ void Program::compile_stream(size_t stream, std::vector<int64_t>& notifier) {
       case kNotify:
         add_notify(i, lane_of(stream), notifier, out);
         break;
-      default:  // kAwait: the decoder admits no other opcode
-        continued(out, Segment::kSignals, signals_.size()).waits = true;
-        signals_.push_back({true, static_cast<uint32_t>(op[1]), table_.await_slot_of(i), 0,
-                            static_cast<uint32_t>(op[3])});
+      default: {  // kAwait: the decoder admits no other opcode
+        Segment& segment = continued(out, Segment::kSignals, signals_.size());
+        const bool taken = op[4] != 0;
+        segment.waits = segment.waits || !taken;
+        signals_.push_back({taken ? Signal::kTaken : Signal::kWait, static_cast<uint32_t>(op[1]),
+                            table_.await_slot_of(i), 0, static_cast<uint32_t>(op[3])});
+      }
     }
   }
   streams_.push_back(std::move(out));
@@ -118,18 +116,38 @@ void Program::add_notify(size_t index, size_t lane, std::vector<int64_t>& notifi
   notifier[counter] = static_cast<int64_t>(lane);
   notified_[counter] += static_cast<uint32_t>(op[2]);
   continued(out, Segment::kSignals, signals_.size());
-  signals_.push_back({false, static_cast<uint32_t>(counter), 0, op[3], notified_[counter]});
+  signals_.push_back({Signal::kNotify, static_cast<uint32_t>(counter), 0, op[3], notified_[counter]});
 }
 
-void Program::set_sum_kernel(const SumKernel& kernel, Device& device) {
-  auto plan = std::make_shared<const SumPlan>(table_, sums_, kernel, device);
-  std::lock_guard<std::mutex> hold(plan_lock_);
-  plan_.swap(plan);
+// The tiles of a run are added up side by side: what is added to the same place twice makes two runs.
+void Program::add_sum(size_t index, std::vector<Segment>& out) {
+  const Op& op = table_.ops()[index];
+  const SumKind kind = SumKind::of(op);
+  const auto number = static_cast<size_t>(std::find(kinds_.begin(), kinds_.end(), kind) - kinds_.begin());
+  if (number == kinds_.size()) kinds_.push_back(kind);
+  const auto end = [](const Op& o) { return o[2] + o[3] * dtype_bytes(o[5]); };
+  const auto apart = [&](size_t other) {
+    const Op& o = table_.ops()[other];
+    return !kind.accumulate || o[1] != op[1] || end(o) <= op[2] || end(op) <= o[2];
+  };
+  if (out.empty() || out.back().kind != Segment::kSums || sums_.back().kind != number ||
+      !std::all_of(sums_.back().ops.begin(), sums_.back().ops.end(), apart)) {
+    out.push_back({Segment::kSums, sums_.size(), 1});
+    sums_.push_back({number, {}});
+  }
+  sums_.back().ops.push_back(index);
 }
 
-std::shared_ptr<const SumPlan> Program::sum_plan() const {
+void Program::set_sum_kernel(const SumKernel& kernel, size_t kind, Device& device) {
+  auto plan = std::make_shared<const SumPlan>(table_, sums_, kind, kernel, device);
   std::lock_guard<std::mutex> hold(plan_lock_);
-  return plan_;
+  plans_.resize(kinds_.size());
+  plans_[kind].swap(plan);
+}
+
+std::vector<std::shared_ptr<const SumPlan>> Program::sum_plans() const {
+  std::lock_guard<std::mutex> hold(plan_lock_);
+  return plans_;
 }
 
 void Program::check_fits(const Control& control) const {
@@ -137,10 +155,14 @@ void Program::check_fits(const Control& control) const {
   if (table_.highest_writer() >= static_cast<int64_t>(control.ranks()))
     throw std::invalid_argument("the program names writer rank " + std::to_string(table_.highest_writer()) +
                                 "; the control has " + std::to_string(control.ranks()) + " ranks");
-  for (const auto& slot : table_.await_slots())
-    if (slot.writer == control.rank())
+  for (const auto& slot : table_.await_slots()) {
+    const auto told = [&](const Signal& s) {
+      return s.kind == Signal::kNotify && s.counter == slot.counter && s.reader == static_cast<int64_t>(control.rank());
+    };
+    if (slot.writer == control.rank() && std::none_of(signals_.begin(), signals_.end(), told))
       throw std::invalid_argument("the program awaits counter " + std::to_string(slot.counter) +
-                                  " of this rank itself; order streams by events instead");
+                                  " of this rank itself, which it does not notify");
+  }
   const auto reachable = [&](int64_t reader) {
     if (reader >= static_cast<int64_t>(control.ranks()))
       throw std::invalid_argument("the program notifies rank " + std::to_string(reader) + "; the control has " +
@@ -151,7 +173,7 @@ void Program::check_fits(const Control& control) const {
   };
   bool everyone = false;
   for (const Signal& s : signals_) {
-    if (s.wait) continue;
+    if (s.kind != Signal::kNotify) continue;
     if (s.reader >= 0) reachable(s.reader);
     else everyone = true;
   }

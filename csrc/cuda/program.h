@@ -30,9 +30,10 @@ struct Clear {
 };
 
 // A wait: until the cell has come to `value` above the slot's total before the call. A notification: the own
-// cell has come to `value` above its total before the call.
+// cell has come to `value` above its total before the call. Taken: what a rail brought of another writer; this rank
+// itself stores into the writer's cell that it has come to `value`.
 struct Signal {
-  bool wait;
+  enum Kind { kWait, kNotify, kTaken } kind;
   uint32_t counter;  // local id
   uint32_t slot;     // waits: in await_slots()
   int64_t reader;    // notifications: a rank, or kEveryOther
@@ -60,12 +61,15 @@ class Program {
   const std::vector<Copy>& copies() const { return copies_; }
   const std::vector<Clear>& clears() const { return clears_; }
   const std::vector<Signal>& signals() const { return signals_; }
-  const std::vector<std::vector<size_t>>& sums() const { return sums_; }  // op numbers per run
+  const std::vector<SumRun>& sums() const { return sums_; }
+  const std::vector<SumKind>& sum_kinds() const { return kinds_; }
   // What kEveryOther stands for; empty: all other ranks of the control.
   const std::vector<uint32_t>& readers() const { return readers_; }
 
-  void set_sum_kernel(const SumKernel& kernel, Device& device);
-  std::shared_ptr<const SumPlan> sum_plan() const;
+  // For the sums of one kind, by its number.
+  void set_sum_kernel(const SumKernel& kernel, size_t kind, Device& device);
+  // By kind; null where no kernel is set.
+  std::vector<std::shared_ptr<const SumPlan>> sum_plans() const;
 
   // The graph of a segment of copies, made when it is first wanted, with these places.
   CopyGraph& graph(const Segment& segment, Device& device, const std::vector<CopyPlace>& places) const;
@@ -76,6 +80,7 @@ class Program {
  private:
   void compile_stream(size_t stream, std::vector<int64_t>& notifier);
   void add_copy(size_t op, std::vector<Segment>& out);
+  void add_sum(size_t op, std::vector<Segment>& out);
   void add_notify(size_t op, size_t stream, std::vector<int64_t>& notifier, std::vector<Segment>& out);
 
   tide::Program table_;
@@ -86,11 +91,12 @@ class Program {
   std::vector<Copy> copies_;
   std::vector<Clear> clears_;
   std::vector<Signal> signals_;
-  std::vector<std::vector<size_t>> sums_;
+  std::vector<SumKind> kinds_;
+  std::vector<SumRun> sums_;
   std::vector<uint32_t> notified_;  // per local counter, in one call
   mutable std::atomic<uint64_t> fits_{0};
   mutable std::mutex plan_lock_;
-  std::shared_ptr<const SumPlan> plan_;
+  std::vector<std::shared_ptr<const SumPlan>> plans_;  // by kind
   size_t n_graphs_ = 0;
   mutable std::mutex graphs_lock_;
   mutable std::vector<std::unique_ptr<CopyGraph>> graphs_;
@@ -104,7 +110,8 @@ class Call {
 
   // Gives one stream of the program to the device; returns at once.
   void enqueue(size_t stream, uint64_t cuda_stream) const;
-  // Gives all streams to the device, in order, each to the CUDA stream of its lane; returns at once.
+  // Gives streams to the device, in order, each to the CUDA stream of its lane; returns at once. A lane whose CUDA
+  // stream is 0 is left out, to be given another time.
   void enqueue_lanes(const std::vector<uint64_t>& cuda_streams) const;
   uint32_t seq() const { return seq_; }
   size_t n_streams() const { return program_->n_streams(); }
@@ -117,7 +124,7 @@ class Call {
 
   std::shared_ptr<Control> control_;
   std::shared_ptr<const Program> program_;
-  std::shared_ptr<const SumPlan> plan_;
+  std::vector<std::shared_ptr<const SumPlan>> plans_;  // by kind
   std::vector<uint64_t> bases_;
   std::vector<uint32_t> counters_;
   std::vector<uint32_t> await_base_;  // per await slot

@@ -1,6 +1,8 @@
 #include "stream.h"
 
 #include <algorithm>
+#include <atomic>
+#include <cmath>
 #include <map>
 #include <mutex>
 #include <string>
@@ -46,6 +48,8 @@ EventPool& pool_of(ContextHandle context) {
   if (pool == nullptr) pool = new EventPool;
   return *pool;
 }
+
+std::atomic<int64_t> patience{60'000'000'000};
 
 bool is_default(uint64_t stream) { return stream == 0 || stream == kStreamLegacy || stream == kStreamPerThread; }
 
@@ -139,6 +143,16 @@ void order(uint64_t from, uint64_t to) {
   }
   pool.put_back(event);
   check(r, call);
+}
+
+int64_t patience_ns() { return patience.load(); }
+
+void be_patient(double seconds) {
+  if (!std::isfinite(seconds) || seconds < 0 || seconds > 1e9)
+    throw std::invalid_argument("seconds must be between 0 and 1e9; got " + std::to_string(seconds));
+  const auto wanted = static_cast<int64_t>(seconds * 1e9);
+  for (int64_t now = patience.load(); now < wanted && !patience.compare_exchange_weak(now, wanted);) {
+  }
 }
 
 bool settle(Device& device, int64_t limit_ns) {

@@ -51,6 +51,11 @@ StreamHandle own_stream(uint64_t stream);
 // `to` continues only after what `from` holds now. Either may be a default stream, as torch's current one is.
 void order(uint64_t from, uint64_t to);
 
+// How long the host may wait for what streams hold up, which may be waits for peers: beyond what a peer may take, since
+// those waits have a bound of their own. A minute unless set; of the whole process, and never less than it was.
+int64_t patience_ns();
+void be_patient(double seconds);
+
 // Waits until everything given to the device by this process so far is through; false after `limit_ns`.
 // A driver that cannot tell (older than 12.5) is waited for without a limit of ours: there, waits on peers
 // end when the watchdog releases them.

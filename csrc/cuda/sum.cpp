@@ -5,6 +5,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "clock.h"
 #include "error.h"
@@ -13,7 +14,6 @@
 namespace tide::cuda {
 namespace {
 
-constexpr int64_t kUploadNs = 30'000'000'000;
 constexpr int64_t kDefaultSharedBytes = 48 << 10;
 
 void between(const char* name, int64_t value, int64_t low, int64_t high) {
@@ -26,6 +26,10 @@ void between(const char* name, int64_t value, int64_t low, int64_t high) {
   throw std::invalid_argument("op " + std::to_string(op) + ": the sum kernel needs " + why);
 }
 
+int64_t index_of(const std::vector<int64_t>& list, int64_t item) {
+  return std::find(list.begin(), list.end(), item) - list.begin();
+}
+
 int64_t in_elements(size_t op, int64_t bytes, int64_t item, const char* what) {
   if (bytes % item != 0)
     refuse(op, std::string(what) + " at a multiple of its " + std::to_string(item) + " bytes an element; it is at " +
@@ -35,7 +39,9 @@ int64_t in_elements(size_t op, int64_t bytes, int64_t item, const char* what) {
 
 }  // namespace
 
-SumPlan::SumPlan(const tide::Program& table, const std::vector<std::vector<size_t>>& runs, const SumKernel& kernel,
+SumKind SumKind::of(const Op& op) { return {op[9] != 0, op[6], op[4], op[5], (op[8] & kAccumulate) != 0}; }
+
+SumPlan::SumPlan(const tide::Program& table, const std::vector<SumRun>& runs, size_t kind, const SumKernel& kernel,
                  Device& device)
     : device_(device), kernel_(kernel) {
   if (kernel.function == 0) throw std::invalid_argument("function is 0");
@@ -45,9 +51,11 @@ SumPlan::SumPlan(const tide::Program& table, const std::vector<std::vector<size_
   between("max_pointers", kernel.max_pointers, 1, 256);
   between("tile", kernel.tile, 1, std::numeric_limits<int32_t>::max());
   between("extra_null_pointers", kernel.extra_null_pointers, 0, 16);
-  for (const auto& run : runs) {
+  for (const SumRun& run : runs) {
     std::vector<Launch> launches;
-    for (const size_t op : run) add(table, op, launches);
+    if (run.kind == kind)
+      for (const size_t op : run.ops)
+        table.ops()[op][9] != 0 ? add_landing(table, op, launches) : add_staged(table, op, launches);
     runs_.push_back(std::move(launches));
   }
   const Current current(device_);
@@ -55,20 +63,13 @@ SumPlan::SumPlan(const tide::Program& table, const std::vector<std::vector<size_
     check(api().FuncSetAttribute(reinterpret_cast<FunctionHandle>(kernel.function), kMaxDynamicSharedBytes,
                                  static_cast<int>(kernel.shared_bytes)),
           "cuFuncSetAttribute");
-  if (!tiles_.empty()) upload();
+  if (!words_.empty()) upload();
 }
 
-void SumPlan::add(const tide::Program& table, size_t op_number, std::vector<Launch>& launches) {
+void SumPlan::add_staged(const tide::Program& table, size_t op_number, std::vector<Launch>& launches) {
   const Op& op = table.ops()[op_number];
   const int64_t elements = op[3], n = op[6];
   if ((op[8] & kAccumulate) != 0) refuse(op_number, "sums that do not accumulate");
-  if (n_sources_ == 0) {
-    n_sources_ = n;
-    src_dtype_ = op[4];
-    dst_dtype_ = op[5];
-  }
-  if (n != n_sources_ || op[4] != src_dtype_ || op[5] != dst_dtype_)
-    refuse(op_number, "the same number of sources and the same dtypes in all sums of a program");
   const int64_t src_item = dtype_bytes(op[4]), dst_item = dtype_bytes(op[5]);
   const Source* sources = table.sources().data() + op[7];
   const Source& gradient = sources[n - 1];
@@ -80,51 +81,89 @@ void SumPlan::add(const tide::Program& table, size_t op_number, std::vector<Laun
     if (i > 1 && sources[i].offset - sources[i - 1].offset != stride)
       refuse(op_number, "staged sources at a constant distance from one to the next");
   }
-  const int64_t staging = n > 1 ? sources[0].base : -1;
   const int64_t staged_at = n > 1 ? in_elements(op_number, sources[0].offset, src_item, "a staged source") : 0;
   const int64_t stride_at = in_elements(op_number, stride, src_item, "a staged source");
   const int64_t gradient_at = in_elements(op_number, gradient.offset, src_item, "a gradient");
   const int64_t output_at = in_elements(op_number, op[2], dst_item, "an output");
-  const bool scaled = (op[8] & kScaled) != 0;
 
-  Launch* launch = launches.empty() ? nullptr : &launches.back();
-  size_t pointer = 0;
-  if (launch != nullptr) {
-    const auto& known = launch->pointers;
-    pointer = static_cast<size_t>(std::find(known.begin(), known.end(), gradient.base) - known.begin());
-    if (launch->staging != staging || launch->output != op[1] || launch->scaled != scaled ||
-        pointer == static_cast<size_t>(kernel_.max_pointers))
-      launch = nullptr;
+  Launch like;
+  like.staging = n > 1 ? sources[0].base : -1;
+  like.output = op[1];
+  like.scaled = (op[8] & kScaled) != 0;
+  Launch& launch = launch_for(like, {gradient.base}, launches);
+  const int64_t pointer = index_of(launch.pointers, gradient.base);
+  for (int64_t at = 0; at < elements; at += kernel_.tile)
+    add_tile({pointer, gradient_at + at, staged_at + at, stride_at, output_at + at,
+              std::min(kernel_.tile, elements - at)}, launch);
+}
+
+void SumPlan::add_landing(const tide::Program& table, size_t op_number, std::vector<Launch>& launches) {
+  const Op& op = table.ops()[op_number];
+  const int64_t elements = op[3];
+  if (op[4] != kFp32) refuse(op_number, "fp32 partials to land");
+  const Source* sources = table.sources().data() + op[7];
+  std::vector<int64_t> bases, offsets;
+  for (const Source* s = sources; s < sources + op[6]; ++s) {
+    bases.push_back(s->base);
+    offsets.push_back(in_elements(op_number, s->offset, dtype_bytes(kFp32), "a partial"));
   }
-  if (launch == nullptr) {
-    launches.push_back({});
-    launch = &launches.back();
-    launch->first_tile = static_cast<int32_t>(tiles_.size());
-    launch->staging = staging;
-    launch->output = op[1];
-    launch->scaled = scaled;
-    pointer = 0;
-  }
-  if (pointer == launch->pointers.size()) launch->pointers.push_back(gradient.base);
+  const int64_t output_at = in_elements(op_number, op[2], dtype_bytes(op[5]), "an output");
+
+  Launch like;
+  like.output = op[1];
+  like.scaled = (op[8] & kScaled) != 0;
+  Launch& launch = launch_for(like, bases, launches);
   for (int64_t at = 0; at < elements; at += kernel_.tile) {
-    if (tiles_.size() == static_cast<size_t>(std::numeric_limits<int32_t>::max()))
-      throw std::invalid_argument("tile is " + std::to_string(kernel_.tile) + ", which gives more than 2**31 tiles");
-    tiles_.push_back({static_cast<int64_t>(pointer), gradient_at + at, staged_at + at, stride_at, output_at + at,
-                      std::min(kernel_.tile, elements - at)});
-    ++launch->n_tiles;
+    add_tile({output_at + at, std::min(kernel_.tile, elements - at)}, launch);
+    for (size_t i = 0; i < bases.size(); ++i)
+      words_.insert(words_.end(), {index_of(launch.pointers, bases[i]), offsets[i] + at});
   }
 }
 
+SumPlan::Launch& SumPlan::launch_for(const Launch& like, const std::vector<int64_t>& wanted,
+                                     std::vector<Launch>& launches) const {
+  const auto fits = [&](std::vector<int64_t> pointers) {
+    for (const int64_t base : wanted)
+      if (index_of(pointers, base) == static_cast<int64_t>(pointers.size())) pointers.push_back(base);
+    return pointers;
+  };
+  if (!launches.empty()) {
+    Launch& last = launches.back();
+    std::vector<int64_t> pointers = fits(last.pointers);
+    if (last.staging == like.staging && last.output == like.output && last.scaled == like.scaled &&
+        pointers.size() <= static_cast<size_t>(kernel_.max_pointers)) {
+      last.pointers = std::move(pointers);
+      return last;
+    }
+  }
+  launches.push_back(like);
+  Launch& fresh = launches.back();
+  fresh.first_tile = static_cast<int32_t>(n_tiles_);
+  fresh.pointers = fits({});
+  if (fresh.pointers.size() > static_cast<size_t>(kernel_.max_pointers))
+    throw std::invalid_argument("max_pointers is " + std::to_string(kernel_.max_pointers) + "; a sum has sources in " +
+                                std::to_string(fresh.pointers.size()) + " places");
+  return fresh;
+}
+
+void SumPlan::add_tile(std::initializer_list<int64_t> words, Launch& launch) {
+  if (n_tiles_ == static_cast<size_t>(std::numeric_limits<int32_t>::max()))
+    throw std::invalid_argument("tile is " + std::to_string(kernel_.tile) + ", which gives more than 2**31 tiles");
+  words_.insert(words_.end(), words);
+  ++n_tiles_;
+  ++launch.n_tiles;
+}
+
 void SumPlan::upload() {
-  const size_t bytes = tiles_.size() * sizeof(Tile);
+  const size_t bytes = words_.size() * sizeof(int64_t);
   check(api().MemAlloc(&table_, bytes), "cuMemAlloc");
   Stream stream(device_.ordinal(), 0);
   Event done(device_);
-  check(api().MemcpyHtoDAsync(table_, tiles_.data(), bytes, stream.handle()), "cuMemcpyHtoDAsync");
+  check(api().MemcpyHtoDAsync(table_, words_.data(), bytes, stream.handle()), "cuMemcpyHtoDAsync");
   done.record(stream.handle());
-  if (!done.wait(now_ns() + kUploadNs))
+  if (!done.wait(now_ns() + patience_ns()))
     throw OsError(ETIMEDOUT, "device " + std::to_string(device_.ordinal()) + " did not take the tile table within " +
-                                 std::to_string(kUploadNs / 1'000'000'000) + " s");
+                                 std::to_string(patience_ns() / 1'000'000'000) + " s");
 }
 
 // Freeing device memory waits for the device, without limit if a wait is blocked: leak instead.

@@ -1,16 +1,19 @@
-// Sums as tiles: what a program adds up, cut into equal pieces for a kernel that comes from Python.
+// Sums as tiles: what a program adds up, cut into equal pieces for kernels that come from Python.
 //
-// The kernel gets, in this order: the address of the tile table, int32 first tile, int32 number of tiles,
-// the address of the own staging, the address of the output, fp32 1/divisor (1 for sums that are not scaled),
-// `max_pointers` int64 gradient addresses (unused ones 0), `extra_null_pointers` null pointers. A tile is six
-// int64: index into the gradient addresses, element offset in that gradient, element offset of the first staged
-// source in the staging, elements from one staged source to the next, element offset in the output, elements.
+// Sums of one kind share a kernel. Every kernel gets, in this order: the address of the tile table, int32 first
+// tile, int32 number of tiles, the address of the own staging, the address of the output, fp32 1/divisor (1 for sums
+// that are not scaled), `max_pointers` int64 addresses (unused ones 0), `extra_null_pointers` null pointers.
+//
+// A tile of staged contributions is six int64: index of the gradient's address, element offset in that gradient,
+// element offset of the first staged source in the staging, elements from one staged source to the next, element
+// offset in the output, elements. A tile of a landing, whose sources may lie anywhere, is: element offset in the
+// output, elements, and for each source the index of its address and its element offset; it has no staging.
 // Dividing by a number that is no power of two is multiplying by its rounded reciprocal here: the last bit may
 // differ from the CPU, which divides.
 #pragma once
 
-#include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <vector>
 
@@ -24,19 +27,36 @@ struct SumKernel {
   int64_t threads, shared_bytes, ctas, max_pointers, tile, extra_null_pointers;
 };
 
+// What a kernel is made for.
+struct SumKind {
+  bool landing;  // sources anywhere, in fp32; else staged ones at a constant distance and then a gradient
+  int64_t sources, src_dtype, dst_dtype;
+  bool accumulate;
+
+  static SumKind of(const Op& op);
+  bool operator==(const SumKind& o) const {
+    return landing == o.landing && sources == o.sources && src_dtype == o.src_dtype && dst_dtype == o.dst_dtype &&
+           accumulate == o.accumulate;
+  }
+};
+
+// Consecutive sums of one kind that touch different places of the output, and so may be added up in any order.
+struct SumRun {
+  size_t kind;  // its number
+  std::vector<size_t> ops;
+};
+
 class SumPlan {
  public:
-  using Tile = std::array<int64_t, 6>;
-
-  // `runs`: op numbers of consecutive sums. Throws std::invalid_argument for sums that the kernel cannot do.
-  SumPlan(const tide::Program& table, const std::vector<std::vector<size_t>>& runs, const SumKernel& kernel,
+  // Of the runs of kind `kind`. Throws std::invalid_argument for sums that the kernel cannot do.
+  SumPlan(const tide::Program& table, const std::vector<SumRun>& runs, size_t kind, const SumKernel& kernel,
           Device& device);
   ~SumPlan();
   SumPlan(const SumPlan&) = delete;
   SumPlan& operator=(const SumPlan&) = delete;
 
   Device& device() const { return device_; }
-  size_t n_tiles() const { return tiles_.size(); }
+  size_t n_tiles() const { return n_tiles_; }
   size_t n_launches() const;
   // The kernel for one run; `bases` are the call's addresses.
   void launch(size_t run, const std::vector<uint64_t>& bases, float inverse, StreamHandle stream) const;
@@ -50,14 +70,18 @@ class SumPlan {
     std::vector<int64_t> pointers;  // base numbers
   };
 
-  void add(const tide::Program& table, size_t op, std::vector<Launch>& launches);
+  void add_staged(const tide::Program& table, size_t op, std::vector<Launch>& launches);
+  void add_landing(const tide::Program& table, size_t op, std::vector<Launch>& launches);
+  // The launch that takes a sum: the last one if it can, or a new one. `wanted`: base numbers of its addresses.
+  Launch& launch_for(const Launch& like, const std::vector<int64_t>& wanted, std::vector<Launch>& launches) const;
+  void add_tile(std::initializer_list<int64_t> words, Launch& launch);
   void upload();
 
   Device& device_;
   SumKernel kernel_;
-  int64_t n_sources_ = 0, src_dtype_ = 0, dst_dtype_ = 0;  // of the first sum; all are alike
-  std::vector<Tile> tiles_;
-  std::vector<std::vector<Launch>> runs_;
+  std::vector<int64_t> words_;  // all tiles
+  size_t n_tiles_ = 0;
+  std::vector<std::vector<Launch>> runs_;  // of other kinds: empty
   DevicePtr table_ = 0;
 };
 

@@ -80,7 +80,7 @@ def install() -> None:
 class CudaEngine:
     """Stands in for ``runtime.cuda.engine.CudaEngine``."""
 
-    def __init__(self, exchange, rank, topology, device, *, slots, staging_bytes, timeout_s):
+    def __init__(self, exchange, rank, topology, device, *, slots, memory, timeout_s):
         assert exchange(bytes([rank])) == [bytes([r]) for r in range(topology.ranks)]
 
     def add_slot(self, nbytes, part):
@@ -101,10 +101,13 @@ class CudaGroup:
         self.landing = types.SimpleNamespace(window=window)
 
     def occupy(self):
-        self._step("occupy", "send")
+        self._step("occupy", "open")
         return object()
 
-    def send(self, slot, stream):
+    def open(self, slot, stream):
+        self._step("open", "send", stream)
+
+    def send(self, stream):
         self._step("send", "complete", stream)
 
     def complete(self, stream):

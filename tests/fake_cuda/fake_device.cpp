@@ -9,6 +9,8 @@
 //
 // Compiled with FAKE_CUDA_OLD it is a driver before CUDA 12.5: no batched copies, no events on whole contexts.
 // FAKE_CUDA_CONNECTIONS=1: all streams of a device share one hardware queue, which works strictly in order.
+// FAKE_CUDA_BLOCKING=1: every launch, and every stream memory operation, first waits until the device is idle, as the
+// real driver may when it loads a kernel, allocates, or has no room left in a queue.
 // FAKE_CUDA_DEVICES (2) and FAKE_CUDA_MEMORY (256 MiB a device) are read when the library is initialised.
 #include "world.h"
 
@@ -37,6 +39,13 @@ EXPORT uint64_t fake_sum_function(int staged, int src_dtype, int dst_dtype, int 
   world().functions.insert(f);
   return reinterpret_cast<uint64_t>(f);
 }
+// A CUfunction that lands as the landing kernel does.
+EXPORT uint64_t fake_land_function(int sources, int dst_dtype, int accumulate, int pointers, int null_pointers) {
+  auto* f = new FakeFunction{0, 0, dst_dtype, pointers, null_pointers, sources, accumulate};
+  std::lock_guard<std::mutex> hold(world().lock);
+  world().functions.insert(f);
+  return reinterpret_cast<uint64_t>(f);
+}
 // Whether all streams of the device have run dry within `ms`.
 EXPORT int fake_idle(int device, int ms) {
   std::vector<std::shared_ptr<Queue>> queues;
@@ -49,6 +58,11 @@ EXPORT int fake_idle(int device, int ms) {
   for (auto& q : queues) q->push([left] { --*left; });
   for (int waited = 0; *left > 0 && waited < ms * 5; ++waited) nap();
   return *left == 0;
+}
+void drain_before_launch(void* stream) {
+  const auto q = world().blocking ? queue_of(stream) : nullptr;
+  while (q != nullptr && fake_idle(q->device, 100) == 0) {
+  }
 }
 
 // --- devices and contexts ---
@@ -69,6 +83,8 @@ EXPORT Result cuInit(unsigned) {
   }
   const char* connections = std::getenv("FAKE_CUDA_CONNECTIONS");
   if (connections != nullptr && std::strcmp(connections, "1") == 0) w.only = w.legacy;
+  const char* blocking = std::getenv("FAKE_CUDA_BLOCKING");
+  w.blocking = blocking != nullptr && std::strcmp(blocking, "1") == 0;
   w.ready = true;
   return kSuccess;
 }

@@ -105,6 +105,7 @@ EXPORT Result cuGraphLaunch(GraphExecHandle e, StreamHandle s) {
     if (exec == execs.end()) return kInvalidHandle;
     all = exec->second->nodes;  // as they are now: later changes do not reach this launch
   }
+  drain_before_launch(s);
   return submit(s, [all] { run_all(all); });
 }
 EXPORT Result cuGraphExecDestroy(GraphExecHandle e) {

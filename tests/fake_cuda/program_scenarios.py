@@ -138,7 +138,7 @@ def unsuitable_calls_are_refused_and_change_nothing():
             good.begin(control, **{**args, **change})
     for bad, words in [
         (program([[AWAIT, 0, 2, 1]], n_counters=1), "writer rank 2; the control has 2"),
-        (program([[AWAIT, 0, 0, 1]], n_counters=1), "of this rank itself"),
+        (program([[AWAIT, 0, 0, 1]], n_counters=1), "of this rank itself, which it does not notify"),
         (program([[NOTIFY, 0, 1, 2]], n_counters=1, advance=[(0, 0, 1)]), "notifies rank 2"),
         (program([[NOTIFY, 0, 1, OTHERS]], n_counters=1), "by 1 in all, but its advance for rank 0 is 0"),
         (program([], n_counters=1, advance=[(0, 0, 1)]), "by 0 in all, but its advance for rank 0 is 1"),
@@ -271,8 +271,14 @@ def unsuitable_sums_are_refused():
     ]:
         with raises(ValueError, words):
             plan([op], these)
-    with raises(ValueError, "op 1: the sum kernel needs the same number of sources"):
-        plan([good, [SUM, 3, 0, 8, FP32, FP32, 2, 1, SCALED]], sources)
+    two = program([good, [SUM, 3, 0, 8, FP32, FP32, 2, 1, SCALED]], sources, n_bases=4)
+    assert two.sum_kinds == [(False, 3, FP32, FP32, False), (False, 2, FP32, FP32, False)]
+    two.set_sum_kernel(kernel(2, FP32, FP32, 4), 32, 0, 1, 4, 64, 2, device=0)
+    with raises(ValueError, "the program has sums of kind 1: call set_sum_kernel first"):
+        two.begin(lone_control(), [0] * 4, [], 0, 1.0)
+    for bad in (-1, 2):
+        with raises(ValueError, f"kind is {bad}; the program has 2 kinds"):
+            two.set_sum_kernel(kernel(1, FP32, FP32, 4), 32, 0, 1, 4, 64, 2, device=0, kind=bad)
     with raises(ValueError, "no CUDA context is current"):
         program([good], sources, n_bases=4).set_sum_kernel(1, 1, 0, 1, 1, 1, 0)
     with raises(RuntimeError, "cuFuncSetAttribute"):
@@ -281,6 +287,82 @@ def unsuitable_sums_are_refused():
     elsewhere.set_sum_kernel(kernel(2, FP32, FP32, 4), 32, 0, 1, 4, 64, 2, device=1)
     with raises(ValueError, "the sum kernel is for device 1, the control for device 0"):
         elsewhere.begin(lone_control(), [0] * 4, [], 0, 1.0)
+
+
+@scenario
+def landings_from_anywhere():
+    """Partials in several places, in the order given; what is added to the same place takes turns."""
+    n, rng = 1000, np.random.default_rng(2)
+    inboxes, output, bf16 = [memory() for _ in range(3)], memory(), memory()
+    for m in inboxes:
+        array(m, np.float32)[:] = rng.standard_normal(m.bytes // 4)
+    at = [(0, 64), (1, 4096), (2, 8), (1, 64), (2, 4096)]
+    flags, lands = SCALED | ACCUMULATE, 1
+    ops = [
+        [SUM, 3, 400, n, FP32, FP32, 3, 0, SCALED, lands],
+        [SUM, 3, 400, n, FP32, FP32, 2, 3, flags, lands],
+        [SUM, 3, 400 + 4 * n, n, FP32, FP32, 2, 3, 0, lands],
+        [SUM, 3, 400, n // 2, FP32, FP32, 2, 1, flags, lands],
+        [SUM, 3, 400 + 2 * n, n // 2, FP32, FP32, 2, 0, flags, lands],
+        [SUM, 3, 400 + 2 * n, n, FP32, FP32, 2, 1, flags, lands],
+        [SUM, 4, 8, n, FP32, BF16, 2, 3, SCALED, lands],
+    ]
+    prog = program(ops, at, n_bases=5)
+    # The third does not accumulate, and the sixth meets the fourth and the fifth.
+    runs = [("sums", k) for k in (1, 1, 1, 2, 1, 1)]
+    assert prog.segments(0) == runs
+    assert prog.sum_kinds == [
+        (True, 3, FP32, FP32, False),
+        (True, 2, FP32, FP32, True),
+        (True, 2, FP32, FP32, False),
+        (True, 2, FP32, BF16, False),
+    ]
+    for number, (_, sources, _, dst, accumulate) in enumerate(prog.sum_kinds):
+        function = fake.fake_land_function(sources, dst, accumulate, 3, 2)
+        prog.set_sum_kernel(function, 128, 0, 4, 3, 64, 2, device=0, kind=number)
+    places = [m.address for m in inboxes]
+    array(output, np.float32)[:] = -7
+    run(prog, lone_control(), [*places, output.address, bf16.address], divisor=4.0)
+
+    def partial(number, count):
+        base, offset = at[number]
+        return array(inboxes[base], np.float32, offset, count)
+
+    quarter, want = np.float32(0.25), np.full(2 * n, -7, np.float32)
+    want[:n] = ((partial(0, n) + partial(1, n)) + partial(2, n)) * quarter
+    want[:n] += (partial(3, n) + partial(4, n)) * quarter
+    want[n:] = partial(3, n) + partial(4, n)
+    want[: n // 2] += (partial(1, n // 2) + partial(2, n // 2)) * quarter
+    want[n // 2 : n] += (partial(0, n // 2) + partial(1, n // 2)) * quarter
+    want[n // 2 : n // 2 + n] += (partial(1, n) + partial(2, n)) * quarter
+    assert np.array_equal(array(output, np.float32, 400, 2 * n), want)
+    assert np.array_equal(array(bf16, np.uint16, 8, n), to_bf16((partial(3, n) + partial(4, n)) * quarter))
+    crowded = program(ops[:1], at, n_bases=5)
+    with raises(ValueError, "max_pointers is 2; a sum has sources in 3 places"):
+        crowded.set_sum_kernel(fake.fake_land_function(3, FP32, 0, 2, 2), 128, 0, 4, 2, 64, 2, device=0)
+
+
+@scenario
+def streams_of_a_rank_may_wait_for_each_other():
+    """By counters of its own, which order calls too; lanes without a stream are given another time."""
+    (control, _), own = controls()
+    src, dst = memory(), memory()
+    array(src, np.uint8)[:] = 7
+    ops = [
+        [AWAIT, 0, 0, 1],
+        [COPY, 0, 0, 1, 0, 1, 64, 0, 0, RAW, RAW],
+        [NOTIFY, 0, 1, 0],
+    ]
+    prog = program(ops, streams=[(0, 2), (2, 1)], n_bases=2, n_counters=1, advance=[(0, 0, 1)])
+    streams = cuda.Stream(0, 0), cuda.Stream(0, 0)
+    call = prog.begin(control, [src.address, dst.address], [1], 1, 1.0)
+    call.enqueue_lanes([streams[0].handle, 0])
+    array(dst, np.uint8)[:64] = 0
+    assert control.outstanding() == 1
+    call.enqueue_lanes([0, streams[1].handle])
+    until(lambda: array(dst, np.uint8)[:64].all())
+    finish()
+    assert cell(own[0], 2, 1, 0) == 1
 
 
 @scenario

@@ -28,6 +28,7 @@ fake = ctypes.CDLL(os.environ["TIDE_LIBCUDA"])
 fake.fake_calls.restype = ctypes.c_uint64
 fake.fake_used_memory.restype = ctypes.c_uint64
 fake.fake_sum_function.restype = ctypes.c_uint64
+fake.fake_land_function.restype = ctypes.c_uint64
 
 
 def calls(name):

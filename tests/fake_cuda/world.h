@@ -77,9 +77,9 @@ struct Range {
   uint64_t reserved_at;
   bool mapped = false, accessible = false;
 };
-// Of the sum kernel: what its constants would be.
+// Of a kernel: what its constants would be. Landed partials are `sources`, 0 for the kernel of staged sums.
 struct FakeFunction {
-  int staged, src_dtype, dst_dtype, pointers, null_pointers;
+  int staged, src_dtype, dst_dtype, pointers, null_pointers, sources = 0, accumulate = 0;
 };
 
 struct World {
@@ -95,6 +95,7 @@ struct World {
   std::set<Physical*> physical;
   std::map<uint64_t, Range> ranges;
   std::set<FakeFunction*> functions;
+  bool blocking = false;  // with FAKE_CUDA_BLOCKING=1
   std::vector<std::shared_ptr<Queue>> only;  // with FAKE_CUDA_CONNECTIONS=1: the one queue of each device
   std::map<std::string, uint64_t> calls;
   unsigned last_grid = 0;
@@ -106,7 +107,10 @@ inline World& world() {
 inline std::atomic<bool> hold_host_copies{false};
 inline thread_local std::vector<Context*> context_stack;
 
-inline void nap() { std::this_thread::sleep_for(std::chrono::microseconds(200)); }
+// The longer a thread has waited, the longer it sleeps: many streams wait at once, and processors are few.
+inline void nap(int before = 0) {
+  std::this_thread::sleep_for(std::chrono::microseconds(before < 18 ? 200 + 100 * before : 2000));
+}
 
 inline bool enter(const char* name) {
   World& w = world();
@@ -128,6 +132,9 @@ inline std::shared_ptr<Queue> queue_of(void* stream) {
   const auto it = w.streams.find(stream);
   return it == w.streams.end() ? nullptr : it->second;
 }
+
+// With FAKE_CUDA_BLOCKING=1, a launch waits until all work given to its device is through, for as long as that takes.
+void drain_before_launch(void* stream);
 
 inline Result submit(void* stream, std::function<void()> f) {
   NEED_CONTEXT();

@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 import torch
 from harness import launch, launch_raw
-from models import BF16, Case, batch, build
+from models import BF16, Case, batch, build, full_parameters, train
 from staged import through_the_host
-from test_fsdp2_gpu import GPU_CASES, deterministic
+from test_fsdp2_gpu import CACHED, GPU_CASES, SLOT_REUSE, deterministic
 from test_fsdp2_parity import compare
 
 from tide_strategies import apply_tide
 
 BACKEND = "cpu:gloo,cuda:gloo"
+TO_BF16 = {"param_dtype": torch.bfloat16}
 FOUR = [
     Case("fp32"),
     Case("uneven rows in bf16", uneven=True, policy=BF16),
@@ -57,6 +58,66 @@ def test_four_ranks_agree_with_stock_within_rounding(four_ranks, name: str) -> N
     assert four_ranks[name] < 1e-4
 
 
+def _nodes(topology: str, **more: Any) -> list[Case]:
+    """The ranks as virtual nodes."""
+    config = {"topology": topology}
+    return [
+        Case(f"{topology} in fp32", config=config),
+        Case(f"{topology} with uneven rows in bf16", uneven=True, policy=BF16, config=config),
+        Case(f"{topology} under slot reuse", uneven=True, policy=BF16, config=config | SLOT_REUSE, **more),
+    ]
+
+
+TWO_NODES = [
+    *_nodes("2x1", accumulate=2, sync_every=False),
+    Case("2x1 in one slot", policy=BF16, config={"topology": "2x1", "all_gather.slots": 1}),
+    Case("2x1 with everything cached", policy=BF16, accumulate=3, config={"topology": "2x1"} | CACHED),
+]
+FOUR_NODES = [*_nodes("2x2"), *_nodes("4x1"), Case("4x1 to bf16", policy=TO_BF16, config={"topology": "4x1"})]
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> dict[str, float]:
+    return launch(2, _compare, TWO_NODES, timeout=300, backend=BACKEND)[0]
+
+
+@pytest.mark.parametrize("name", [c.name for c in TWO_NODES])
+def test_two_nodes_are_bit_equal_to_stock(two_nodes, name: str) -> None:
+    assert two_nodes[name] == 0.0
+
+
+def _four_nodes(rank: int, world: int, _: None) -> tuple[dict[str, float], list[bool]]:
+    return _compare(rank, world, FOUR_NODES), [_same_bits(rank, world, topology) for topology in ("2x2", "4x1")]
+
+
+def _same_bits(rank: int, world: int, topology: str) -> bool:
+    """Whether modes and chunks that keep the order of additions keep every bit."""
+    case, results = Case("bits", uneven=True, policy=BF16), []
+    for config in ({}, SLOT_REUSE, {"reduce_scatter.chunk_bytes": 4096}, {"reduce_scatter.landing_ctas": 1}):
+        model = build(case, world, device="cuda")
+        handle = apply_tide(model, {"timeout_s": 30, "strict": True, "topology": topology, **config})
+        losses = train(model, case, rank)
+        results.append((losses, full_parameters(model)))
+        handle.close()
+    first = results[0]
+    return all(r[0] == first[0] and all(torch.equal(r[1][n], first[1][n]) for n in first[1]) for r in results)
+
+
+@pytest.fixture(scope="module")
+def four_nodes() -> tuple[dict[str, float], list[bool]]:
+    return launch(4, _four_nodes, timeout=300, backend=BACKEND)[0]
+
+
+@pytest.mark.parametrize("name", [c.name for c in FOUR_NODES])
+def test_four_ranks_as_nodes_agree_with_stock_within_rounding(four_nodes, name: str) -> None:
+    # A reduction in bf16 rounds each of stock's sums to 8 bits where ours rounds once (test_virtual_nodes.py).
+    assert four_nodes[0][name] < (2e-2 if name.endswith("to bf16") else 1e-4)
+
+
+def test_modes_and_chunks_keep_every_bit_across_nodes(four_nodes) -> None:
+    assert four_nodes[1] == [True, True]
+
+
 TIMEOUT_S = 4.0
 
 
@@ -64,7 +125,8 @@ def _fail(rank: int, world: int, how: str) -> None:
     """Train until rank 1 stops in the way named; every rank says what it saw and when."""
     torch.cuda.set_device(0)
     model = build(Case("victim", policy=BF16), world, device="cuda")
-    apply_tide(model, {"timeout_s": TIMEOUT_S})
+    how, *nodes = how.split()
+    apply_tide(model, {"timeout_s": TIMEOUT_S, **({"topology": nodes[0]} if nodes else {})})
     for step in range(4):
         if step == 2 and rank == 1:
             if how == "killed":
@@ -79,7 +141,7 @@ def _fail(rank: int, world: int, how: str) -> None:
             raise RuntimeError(f"{type(e).__name__} after {took:.1f} s: {e}") from e
 
 
-@pytest.mark.parametrize("how", ["stalled", "killed"])
+@pytest.mark.parametrize("how", ["stalled", "killed", "killed 2x1"])
 def test_a_lost_peer_ends_the_others_in_time(how: str, capfd: Any) -> None:
     results = launch_raw(2, _fail, how, timeout=90, backend=BACKEND)
     words = capfd.readouterr().err

@@ -64,6 +64,7 @@ IN0, IN1 = Ref(Space.INPUT, 0, 8), Ref(Space.INPUT, 1, 4)
 LANDING = Ref(Space.LANDING, 0, 256, NODE)
 STAGING = Ref(Space.STAGING, 0, 64, 1)
 OUTPUT = Ref(Space.OUTPUT, 0, 12)
+LANDS = 1
 A, B = Counter("a"), Counter("b", 3)
 
 # One operation, its rows, and its sources. Two inputs come first, so 2 is the first base after them; the sources of a
@@ -86,7 +87,7 @@ CASES: list[tuple[Op, list[tuple[int, ...]], list[tuple[int, int]]]] = [
     (Sum(OUTPUT, (IN0,), 9, Item.F32, Item.BF16), [row(SUM, 2, 12, 9, FP32, BF16, 1, 0, 0)], [(0, 8)]),
     (
         Land(OUTPUT, (STAGING, IN0), 9, Item.BF16, scaled=True, accumulate=True),
-        [row(SUM, 3, 12, 9, FP32, BF16, 2, 0, SCALED | ACCUMULATE)],
+        [row(SUM, 3, 12, 9, FP32, BF16, 2, 0, SCALED | ACCUMULATE, LANDS)],
         [(2, 64), (0, 8)],
     ),
     (Zero(OUTPUT, 44), [row(ZERO, 2, 12, 44)], []),

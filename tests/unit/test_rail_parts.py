@@ -32,7 +32,7 @@ from tide_strategies.collectives.schedule import (
 )
 from tide_strategies.errors import TideArenaError
 from tide_strategies.layout import GroupLayout, ParamShape
-from tide_strategies.runtime.hosts import Placement, found_topology, hosts_of, place
+from tide_strategies.runtime.hosts import Placement, found_topology, hosts_of, place, place_devices
 from tide_strategies.runtime.rails.cut import Cut, Send, cut
 from tide_strategies.runtime.rails.message import INLINE_BYTES, MESSAGE_BYTES, Kind, Message, parse, payload
 from tide_strategies.topology import Topology
@@ -257,6 +257,30 @@ def test_what_cannot_be_placed_has_a_code(hosts: str, stated: Any, rail: str, co
     with pytest.raises(TideArenaError) as caught:
         place(identities(hosts), Topology(*stated) if stated else None, rail)
     assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("hosts", "stated", "rail", "expected"),
+    [
+        ("aaaa", None, "p2p", (1, 4)),
+        ("aabb", None, "auto", (1, 4)),  # found out when they share memory
+        ("aaaa", (2, 2), "auto", (2, 2)),
+        ("aaaa", (4, 1), "local", (4, 1)),
+        ("aaaa", (2, 2), "p2p", "TIDE-F028"),
+        ("aaaa", (2, 2), "nccl_rma", "TIDE-F028"),
+        ("aabb", (2, 2), "auto", "TIDE-F023"),
+    ],
+)
+def test_gpus_of_one_host_stand_for_nodes(hosts: str, stated: Any, rail: str, expected: Any) -> None:
+    where = identities(hosts), Topology(*stated) if stated else None, rail
+    if isinstance(expected, tuple):
+        found = place_devices(*where)
+        assert found.topology == Topology(*expected)
+        assert found.schedule == ("two-level" if expected[0] > 1 else "direct")
+        return
+    with pytest.raises(TideArenaError) as caught:
+        place_devices(*where)
+    assert caught.value.code == expected
 
 
 # --- who brings the notifications of others ----------------------------------------------------------------------

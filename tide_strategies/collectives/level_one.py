@@ -32,6 +32,14 @@ def _nothing(_: Partial) -> Iterator[Op]:
     return iter(())
 
 
+def _one_ahead(pushes: list[list[Op]], sums: list[list[Op]]) -> Iterator[tuple[str, list[Op]]]:
+    """Push one chunk ahead of the sums: no operation waits for one that a rank has later in this order."""
+    yield from (("push", ops) for ops in pushes[:1])
+    for i, ops in enumerate(sums):
+        yield from (("push", ahead) for ahead in pushes[i + 1 : i + 2])
+        yield "sum", ops
+
+
 class LevelOne:
     """Builds one rank's pushes and sums for a list of partials, in order and alike on all ranks of a node."""
 
@@ -55,17 +63,17 @@ class LevelOne:
 
     def interleaved(self, partials: Sequence[Partial]) -> Iterator[Op]:
         """Pushes one chunk ahead of the sums, for one thread."""
-        pushes, sums = self._form(partials, _nothing, _nothing, one_thread=True)
-        for i, ops in enumerate(sums):
-            if i == 0:
-                yield from pushes[0] if pushes else ()
-            yield from pushes[i + 1] if i + 1 < len(pushes) else ()
+        for _, ops in _one_ahead(*self._form(partials, _nothing, _nothing, one_thread=True)):
             yield from ops
 
-    def side_by_side(self, partials: Sequence[Partial], before: Around, after: Around) -> tuple[list[Op], list[Op]]:
-        """Pushes and sums; ``before`` and ``after`` give what else the sums of a partial begin and end with."""
-        pushes, sums = self._form(partials, before, after, one_thread=False)
-        return [op for step in pushes for op in step], [op for step in sums for op in step]
+    def side_by_side(
+        self, partials: Sequence[Partial], before: Around, after: Around
+    ) -> Iterator[tuple[str, list[Op]]]:
+        """Pushes and sums, each with its stream, in an order in which one thread may run them too.
+
+        ``before`` and ``after`` give what else the sums of a partial begin and end with.
+        """
+        yield from _one_ahead(*self._form(partials, before, after, one_thread=False))
 
     def all_summed(self) -> None:
         """Note that all peers are known to have summed all chunks so far."""

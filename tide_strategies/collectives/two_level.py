@@ -14,12 +14,13 @@ needs, another may not give.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 from tide_strategies.collectives import signals
 from tide_strategies.collectives.level_one import LevelOne, Partial
 from tide_strategies.collectives.plan import BasePlan, Wave, credited, freed_by, refusals, stale
-from tide_strategies.collectives.reduce_scatter import BANKS, CONSUMED, pushed
+from tide_strategies.collectives.reduce_scatter import BANKS, CONSUMED, Issue, pushed
 from tide_strategies.collectives.schedule import (
     NODE,
     Await,
@@ -96,7 +97,7 @@ def reduce_scatter_nodes(
     if why:
         raise ValueError(f"plan {plan} is refused: {'; '.join(why)}")
     build = _Builder(layout, topology, rank, plan, grad, output, chunk_bytes, bank, interleave, multicast)
-    streams = build.streams()
+    streams, issue = build.streams()
     return Schedule(
         name="reduce-scatter",
         rank=rank,
@@ -104,6 +105,7 @@ def reduce_scatter_nodes(
         streams={name: tuple(ops) for name, ops in streams.items()},
         advance={key: n for key, n in build.advance().items() if n},
         memory={key: n for key, n in build.memory().items() if n},
+        issue=issue,
     )
 
 
@@ -143,21 +145,46 @@ class _Builder:
         #: Rounds after which a stream that waits for outbox blocks hears of it, in order.
         self.heard = sorted({self.round_of[j] for j in range(len(self.late))})
 
-    def streams(self) -> dict[str, list[Op]]:
+    def streams(self) -> tuple[dict[str, list[Op]], Issue]:
+        """Operations of each stream, and the order in which they may be issued (side by side)."""
+        names = ("read", "network") if self.interleave else ("push", "sum", "network")
+        out: dict[str, list[Op]] = {name: [] for name in names}
+        issue: list[tuple[str, int]] = []
+        for stream, ops in self._in_order():
+            before = len(out[stream])
+            out[stream].extend(ops)
+            if len(out[stream]) > before:
+                issue.append((stream, len(out[stream]) - before))
         if self.interleave:
-            return {"read": list(self.level_one.interleaved(self.early)), "network": list(self._network())}
-        push: list[Op] = []
-        sums: list[Op] = []
-        for partials in (self.early, self.late):
-            pushes, added = self.level_one.side_by_side(partials, self._before, self._after)
-            push += pushes
-            sums += added
-        # The first block and spare were last used two calls ago.
-        return {
-            "push": push,
-            "sum": [Await(signals.sent(self.bank), self.rank, 0), *sums],
-            "network": [*self._network()],
-        }
+            return out, ()
+        runs = itertools.groupby(issue, key=lambda item: item[0])
+        return out, tuple((stream, sum(count for _, count in run)) for stream, run in runs)
+
+    def _in_order(self) -> Iterator[tuple[str, Iterable[Op]]]:
+        """Everything, with its stream: no operation waits for one that a rank has later in this order."""
+        self._summed = self._fills = self._empties = self._sends = 0
+        if not self.interleave:  # the first block and spare were last used two calls ago
+            yield "sum", [Await(signals.sent(self.bank), self.rank, 0)]
+        yield from self._form(self.early, "read")
+        for wave in self.waves:
+            for ready in wave.rounds:
+                yield "network", self._send(wave, ready)
+                # What was sent makes room for as many partials, while the transfers are under way.
+                freed = self.late[self._sends : self._sends + len(ready)]
+                self._sends += len(ready)
+                yield from self._form(freed, "network")
+                yield "network", self._arrivals(wave, ready)
+            yield "network", self._land(wave)
+        yield "network", self._zero_padding()
+        if not self.interleave:
+            yield "network", [Notify(signals.sent(self.bank), self.rank)]
+
+    def _form(self, partials: Sequence[Partial], thread: str) -> Iterator[tuple[str, Iterable[Op]]]:
+        """The read phase of ``partials``, on a stream of the one thread or on streams of its own."""
+        if self.interleave:
+            yield thread, self.level_one.interleaved(partials)
+        elif partials:
+            yield from self.level_one.side_by_side(partials, self._before, self._after)
 
     def advance(self) -> dict[tuple[Counter, int], int]:
         """What one call adds to every cell that this rank waits for."""
@@ -219,23 +246,13 @@ class _Builder:
 
     # Network phase.
 
-    def _network(self) -> Iterator[Op]:
-        self._summed = self._fills = self._empties = self._sends = 0
-        for wave in self.waves:
-            for ready in wave.rounds:
-                yield from self._round(wave, ready)
-            yield from self._land(wave)
-        yield from self._zero_padding()
-        if not self.interleave:
-            yield Notify(signals.sent(self.bank), self.rank)
-
     def _await_sum(self, partial: Partial) -> Iterator[Op]:
         needed = self.position[partial] + 1
         if not self.interleave and needed > self._summed:
             self._summed = needed
             yield Await(signals.SUMMED, self.rank, needed)
 
-    def _round(self, wave: Wave, ready: range) -> Iterator[Op]:
+    def _send(self, wave: Wave, ready: range) -> Iterator[Op]:
         for c in ready:
             target = self.level_one.target(c)
             peer = self.topology.rank(target, self.local)
@@ -250,12 +267,10 @@ class _Builder:
                 yield Put(partial.dst, dst, nbytes, signals.arrived(target))
             else:
                 yield Notify(signals.arrived(target), peer)
-        # What was sent makes room for as many partials, while the transfers are under way.
-        if self.interleave:
-            yield from self.level_one.interleaved(self.late[self._sends : self._sends + len(ready)])
-        elif self.round_of[self._sends] in self.heard:
+        if not self.interleave and self.round_of[self._sends] in self.heard:
             yield Notify(signals.sent(self.bank), self.rank)
-        self._sends += len(ready)
+
+    def _arrivals(self, wave: Wave, ready: range) -> Iterator[Op]:
         for c in ready:
             sender = self.topology.rank((self.node - c) % self.plan.nodes, self.local)
             yield Await(signals.arrived(self.node), sender, wave.part + 1)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from tide_strategies.collectives.reduce_scatter import BANKS
+from tide_strategies.collectives.schedule import Item
 from tide_strategies.config import TideConfig
 from tide_strategies.errors import TideConfigError
+from tide_strategies.fsdp2.access import unsharded_dtype
 from tide_strategies.fsdp2.cpu_path import CpuPath
-from tide_strategies.fsdp2.eligibility import shard_item, stated_topology
-from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors
+from tide_strategies.fsdp2.eligibility import REDUCIBLE, shard_item, stated_topology
+from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors, shard_tensors
 from tide_strategies.layout import GroupLayout
 from tide_strategies.planner.knobs import Knobs, choose
 from tide_strategies.planner.rates import Rates, built_in
@@ -22,10 +23,14 @@ from tide_strategies.runtime import bootstrap, trace
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.exchange import Exchange, exchange_json, process_group_exchange
 from tide_strategies.runtime.group import GroupCollectives, needed_memory
-from tide_strategies.runtime.hosts import Placement, place
+from tide_strategies.runtime.hosts import Placement, place, place_devices
 from tide_strategies.runtime.rails.p2p import P2PRail, open_rail
 from tide_strategies.runtime.slots import Slot, SlotRing
 from tide_strategies.topology import Topology
+
+if TYPE_CHECKING:
+    from tide_strategies.runtime.cuda.engine import CudaEngine
+    from tide_strategies.runtime.cuda.group import CudaGroup, Kernels
 
 
 class Member(Protocol):
@@ -124,49 +129,95 @@ def _connect_cuda(
 ) -> tuple[AnyEngine, Knobs]:
     from tide_strategies.fsdp2.cuda_path import CudaLanding, CudaPath, CudaStreams
     from tide_strategies.fsdp2.device_trace import DeviceTrace
-    from tide_strategies.runtime.cuda import group as cuda_group
     from tide_strategies.runtime.cuda.engine import CudaEngine
+    from tide_strategies.runtime.cuda.group import needed_device_memory
     from tide_strategies.runtime.cuda.sum_kernels import sum_kernels
 
-    topology = Topology(1, ranks.size())
+    identities = exchange_json(exchange, bootstrap.host_identity())
+    placement = place_devices(identities, stated_topology(config, ranks), config.rail)
+    topology = placement.topology
     knobs = solve(topology)
     device = torch.cuda.current_device()
+    slot_reuse = config.reduce_scatter.mode == "slot_reuse"
     engine = CudaEngine(
         exchange,
         ranks.rank(),
         topology,
         device,
         slots=len(members) + config.all_gather.slots,
-        staging_bytes=BANKS * (topology.ranks - 1) * knobs.chunk_bytes,
+        memory=needed_device_memory((m.layout for m in members), topology, ranks.rank(), knobs.chunk_bytes, slot_reuse),
         timeout_s=config.timeout_s,
     )
     try:
-        homes = _homes(engine, members, config)
+        groups = _device_groups(engine, members, config, knobs, sum_kernels(device))
+        _prepare(exchange, ranks.rank(), members, groups)
         engine.trace = trace.begin(config.debug.trace, exchange, dist.get_rank())
         device_trace = None if engine.trace is None else DeviceTrace(engine.trace)
     except BaseException:
         engine.close()
         raise
     streams = CudaStreams(torch.device("cuda", device))
-    for member, home in zip(members, homes, strict=True):
+    for member, collectives in zip(members, groups, strict=True):
         _reshard(member.group)
-        collectives = cuda_group.CudaGroup(
-            engine, member.name, member.layout, home, knobs.chunk_bytes, sum_kernels(device), knobs.sum_ctas
-        )
         window = collectives.landing.window
         landing = CudaLanding(
-            own=landing_tensors(member.group, member.layout, window, engine.rank),
-            gradients=landing_tensors(member.group, member.layout, window)
-            if config.reduce_scatter.mode == "slot_reuse"
-            else None,
+            own=shard_tensors(member.group, member.layout, *collectives.own_shards()),
+            gradients=landing_tensors(member.group, member.layout, window) if slot_reuse else None,
             poison=torch.from_dlpack(window.tensor(0, member.layout.landing_bytes, "uint8"))
             if config.debug.poison_slots
             else None,
         )
         member.binding = GroupBinding(CudaPath(collectives, streams, landing, device_trace), config.all_gather.cache)
-        member.placement = Placement(engine.topology, "none", "GPU ranks of a group are one node")
+        member.placement = placement
         adopt(member.group, landing_tensors(member.group, member.layout, window), member.binding)
     return engine, knobs
+
+
+def _device_groups(
+    engine: CudaEngine, members: Sequence[Member], config: TideConfig, knobs: Knobs, kernels: Kernels
+) -> list[CudaGroup]:
+    """The collectives of each group, all with the same knobs and options."""
+    from tide_strategies.runtime.cuda.group import CudaGroup
+
+    return [
+        CudaGroup(
+            engine,
+            member.name,
+            member.layout,
+            home,
+            knobs.chunk_bytes,
+            kernels,
+            knobs.sum_ctas,
+            landing_ctas=knobs.landing_ctas,
+            slot_reuse=config.reduce_scatter.mode == "slot_reuse",
+        )
+        for member, home in zip(members, _homes(engine, members, config), strict=True)
+    ]
+
+
+def _prepare(exchange: Exchange, rank: int, members: Sequence[Member], groups: Sequence[CudaGroup]) -> None:
+    """Compile what steps will need, on all ranks or, with a TideArenaError on each, on none."""
+    from tide_strategies.kernels.compile import KernelUnavailableError
+
+    error = None
+    try:
+        for member, collectives in zip(members, groups, strict=True):
+            for reduction in _expected_reductions(member.group):
+                collectives.prepare(*reduction)
+    except KernelUnavailableError as e:
+        error = str(e)
+    bootstrap.agree(exchange, rank, error, "compiling the kernels of reductions", code="TIDE-F016")
+
+
+def _expected_reductions(group: Any) -> list[tuple[tuple[int, ...], Item, Item]]:
+    """(parameters, element of the gradients, element of their sum) of a group's usual reduction, if they are known."""
+    trained = tuple(i for i, p in enumerate(group.fsdp_params) if p.sharded_param.requires_grad)
+    dtypes = {unsharded_dtype(group.fsdp_params[i]) for i in trained}
+    if len(dtypes) != 1:
+        return []
+    dtype = dtypes.pop()
+    reduced = getattr(group, "_reduce_dtype", None) or dtype
+    return [(trained, REDUCIBLE[dtype], REDUCIBLE[reduced])] if {dtype, reduced} <= REDUCIBLE.keys() else []
 
 
 def _open_rail(exchange: Exchange, ranks: dist.ProcessGroup, topology: Topology, timeout_s: float) -> P2PRail:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,8 +40,16 @@ class CpuPath:
         """Leave them where they are."""
         return gradients
 
+    def gradients_ready(self) -> None:
+        """They are, by now."""
+
     def reduce_scatter(
-        self, params: tuple[int, ...], gradients: Sequence[torch.Tensor], output: torch.Tensor, divisor: float
+        self,
+        params: tuple[int, ...],
+        gradients: Sequence[torch.Tensor],
+        output: torch.Tensor,
+        divisor: float,
+        let_go: Callable[[], None] = lambda: None,
     ) -> None:
         """Reduce the gradients into the packed shard ``output``."""
         self.collectives.reduce_scatter(
@@ -52,3 +60,7 @@ class CpuPath:
             output.data_ptr(),
             divisor,
         )
+        let_go()
+
+    def gradients_read(self) -> None:
+        """They have been, when the output is there."""

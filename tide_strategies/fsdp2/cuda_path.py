@@ -9,6 +9,10 @@ Three moments of a landing are kept apart, each with its own event or counter:
 
 Under Slot-Reuse (paper, section 5.3) a landing whose parameters are done with takes the gradients before it is vacated.
 
+Across nodes, each rank's shards are cast into the stage rather than the landing; a stream of the rail's own exchanges
+them, and another places what arrives. Reductions have a stream of their own for each of their three parts, so that one
+call's gradients are read while another's partials are under way (paper, section 5.2).
+
 Every call here is on the host's critical path: events are made once and recorded again, and nothing is asked of torch
 twice.
 """
@@ -16,7 +20,7 @@ twice.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +43,11 @@ class CudaStreams:
         self.completion = torch.cuda.Stream(device, priority=high)
         self.readiness = torch.cuda.Stream(device, priority=high)
         self.push = torch.cuda.Stream(device, priority=high)
+        # Of collectives across nodes.
+        self.rail = torch.cuda.Stream(device, priority=high)
+        self.place = torch.cuda.Stream(device, priority=high)
+        self.sum = torch.cuda.Stream(device, priority=high)
+        self.network = torch.cuda.Stream(device, priority=high)
         self.vacated: dict[int, torch.cuda.Event] = {}
 
 
@@ -47,7 +56,7 @@ class CudaLanding:
     """Views of a group's landing, one per parameter.
 
     Args:
-        own: this rank's padded shards.
+        own: this rank's padded shards, where they are sent from (across nodes, in the stage).
         gradients: room for each unsharded gradient, where its parameter lies; None under In-Place.
         poison: the whole landing as bytes, to be made NaN when vacated; None to leave it.
     """
@@ -77,8 +86,8 @@ class CudaPath:
         self.collectives, self.streams, self._trace = collectives, streams, trace
         self._landing = landing
         self._slot: DeviceSlot | None = None
-        self._readable_event = torch.cuda.Event()
-        self._readable = True
+        self._readable_event, self._ready_event, self._read_event = (torch.cuda.Event() for _ in range(3))
+        self._readable, self._ready = True, False
 
     @property
     def keeps_gradients(self) -> bool:
@@ -93,21 +102,26 @@ class CudaPath:
         if stream == current:  # an explicit unshard: waits for peers must not hold up the program's own stream
             stream = self.streams.gather
             cuda.order(current.cuda_stream, stream.cuda_stream)
+        place = self.streams.place if self.collectives.several_nodes else stream
         slot = self._slot = self.collectives.occupy()
         vacated = self.streams.vacated.get(slot.index)
         if vacated is not None:
-            stream.wait_event(vacated)
+            place.wait_event(vacated)
         label = f"all-gather of {self.collectives.name!r}"
-        with span(self._trace, label, self.collectives.sent_bytes, ("copy", stream)):
+        sending = [("copy", stream)]
+        if place is not stream:
+            sending += [("rail", self.streams.rail), ("place", place)]
+        with span(self._trace, label, self.collectives.sent_bytes, *sending):
+            self.collectives.open(slot, stream.cuda_stream, versions)
             torch.cuda.set_stream(stream)
             try:
                 with torch.no_grad():
                     torch._foreach_copy_(self._landing.own, list(shards))
             finally:
                 torch.cuda.set_stream(current)
-            self.collectives.send(slot, stream.cuda_stream, versions)
+            self.collectives.send(stream.cuda_stream, self.streams.rail.cuda_stream, place.cuda_stream)
         completion = self.streams.completion
-        cuda.order(stream.cuda_stream, completion.cuda_stream)
+        cuda.order(place.cuda_stream, completion.cuda_stream)
         with span(self._trace, label, 0, ("completion", completion)):
             self.collectives.complete(completion.cuda_stream)
         self._readable_event.record(completion)
@@ -161,17 +175,41 @@ class CudaPath:
             torch._foreach_copy_(kept, list(gradients))
         return kept
 
+    def gradients_ready(self) -> None:
+        """Note where the compute stream, which is the current one, is now."""
+        if self.collectives.several_nodes:
+            self._ready_event.record()
+            self._ready = True
+
     def reduce_scatter(
-        self, params: tuple[int, ...], gradients: Sequence[torch.Tensor], output: torch.Tensor, divisor: float
+        self,
+        params: tuple[int, ...],
+        gradients: Sequence[torch.Tensor],
+        output: torch.Tensor,
+        divisor: float,
+        let_go: Callable[[], None] = lambda: None,
     ) -> None:
-        """Enqueue the reduction into ``output`` on the current stream (FSDP2's reduce-scatter stream)."""
+        """Enqueue the reduction into ``output``; the current stream (FSDP2's reduce-scatter stream) waits for it."""
         start = time.perf_counter()
-        summing = torch.cuda.current_stream(self.streams.device)
-        current, push = summing.cuda_stream, self.streams.push.cuda_stream
-        cuda.order(current, push)
-        label = f"reduce-scatter of {self.collectives.name!r}"
+        streams = self.streams
+        current = torch.cuda.current_stream(streams.device)
+        several = self.collectives.several_nodes
+        reading = (streams.push, streams.sum if several else current)
+        writing = streams.network if several else current
+        if several:
+            # Reads begin when the gradients are there, though the current stream may wait for an earlier network phase.
+            if not self._ready:
+                self._ready_event.record(current)
+            self._ready = False
+            for stream in reading:
+                stream.wait_event(self._ready_event)
+            # The output's memory may have been something else's on the current stream.
+            cuda.order(current.cuda_stream, writing.cuda_stream)
+        else:
+            cuda.order(current.cuda_stream, streams.push.cuda_stream)
+        named = dict(zip(("push", "sum", "network"), (*reading, writing) if several else reading, strict=False))
         nbytes = 0 if self._trace is None else sum(g.nbytes for g in gradients)
-        with span(self._trace, label, nbytes, ("push", self.streams.push), ("sum", summing)):
+        with span(self._trace, f"reduce-scatter of {self.collectives.name!r}", nbytes, *named.items()):
             self.collectives.reduce_scatter(
                 params,
                 REDUCIBLE[gradients[0].dtype],
@@ -179,7 +217,20 @@ class CudaPath:
                 [g.data_ptr() for g in gradients],
                 output.data_ptr(),
                 divisor,
-                (push, current),
+                [s.cuda_stream for s in named.values()],
             )
-        cuda.order(push, current)  # the gradients have been read once this stream is past here
+        read = reading[1]  # the current stream, on one node; else one that is not behind an earlier network phase
+        cuda.order(streams.push.cuda_stream, read.cuda_stream)
+        if several:
+            self._read_event.record(read)
+            with torch.cuda.stream(read):
+                let_go()
+        else:
+            let_go()
+        for stream in (read, writing):
+            cuda.order(stream.cuda_stream, current.cuda_stream)
         self.collectives.reduce_scatters.seconds += time.perf_counter() - start
+
+    def gradients_read(self) -> torch.cuda.Event | None:
+        """The event after the pushes and sums across nodes, when partials are still under way."""
+        return self._read_event if self.collectives.several_nodes else None

@@ -151,11 +151,9 @@ def stated_topology(config: TideConfig, group: dist.ProcessGroup) -> Topology | 
 
 def _topology_verdict(group: Any, config: TideConfig) -> Verdict | None:
     try:
-        topology = stated_topology(config, group.mesh_info.shard_process_group)
+        stated_topology(config, group.mesh_info.shard_process_group)
     except ValueError as e:
         stated = config.topology
         assert isinstance(stated, TopologyConfig)
         return fallback("TIDE-F024", f"{stated.nodes}x{stated.gpus_per_node}", e)
-    if topology is None or topology.nodes == 1 or group.device.type == "cpu":
-        return None
-    return fallback("TIDE-F023", topology)
+    return None

@@ -38,11 +38,10 @@ _log = logging.getLogger("tide_strategies")
 #: Options that change nothing on this kind of device, or nothing yet.
 _WITHOUT_EFFECT = {
     "all_gather.multicast",
-    "reduce_scatter.landing_ctas",
 }
 _WITHOUT_EFFECT_ON = {
-    "cpu": {"reduce_scatter.mode", "reduce_scatter.sum_ctas"},
-    "cuda": {"rail", "reduce_scatter.round_width", "reduce_scatter.passes"},
+    "cpu": {"reduce_scatter.mode", "reduce_scatter.sum_ctas", "reduce_scatter.landing_ctas"},
+    "cuda": {"reduce_scatter.round_width", "reduce_scatter.passes"},
 }
 
 

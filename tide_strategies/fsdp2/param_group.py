@@ -297,22 +297,30 @@ def adopt(group: Any, landings: Sequence[torch.Tensor], binding: GroupBinding) -
     _mark(group, binding, TideParamGroup)
 
 
-def landing_tensors(group: Any, layout: GroupLayout, window: Window, rank: int | None = None) -> list[torch.Tensor]:
-    """Each parameter's part of a landing, or only ``rank``'s padded shard of it.
+def landing_tensors(group: Any, layout: GroupLayout, window: Window) -> list[torch.Tensor]:
+    """Each parameter's part of a landing, padded.
 
     Every tensor has its own storage at offset 0, since torch views it with an absolute offset, and its own version
     counter, since writing a shard must not look to autograd like an edit of the parameter. None is an inference tensor,
     whatever mode the first forward runs in.
     """
+    params = range(len(layout.params))
+    return _tensors(group, window, [(layout.landing_base(p), layout.shard_items(p) * layout.ranks) for p in params])
+
+
+def shard_tensors(group: Any, layout: GroupLayout, memory: Any, offsets: Sequence[int]) -> list[torch.Tensor]:
+    """Each parameter's own padded shard, where the collectives send it from: at these bytes of ``memory``."""
+    return _tensors(group, memory, [(offset, layout.shard_items(p)) for p, offset in enumerate(offsets)])
+
+
+def _tensors(group: Any, memory: Any, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """A tensor over (offset, items) of ``memory`` for each parameter."""
     out = []
     with torch.inference_mode(False):
-        for index, param in enumerate(group.fsdp_params):
-            dtype, items = unsharded_dtype(param), layout.shard_items(index)
-            offset = layout.landing_base(index) if rank is None else layout.landing_offset(index, rank)
-            if rank is None:
-                items *= layout.ranks
+        for param, (offset, items) in zip(group.fsdp_params, places, strict=True):
+            dtype = unsharded_dtype(param)
             if items:
-                out.append(torch.from_dlpack(window.tensor(offset, items, _name(dtype))))
+                out.append(torch.from_dlpack(memory.tensor(offset, items, _name(dtype))))
             else:
                 out.append(torch.empty(0, dtype=dtype, device=group.device))
     return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -58,7 +58,22 @@ class Path(Protocol):
     def keep_gradients(self, params: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Move the gradients of ``params`` into the landing, whose parameters are done with, and say where they are."""
 
+    def gradients_ready(self) -> None:
+        """Note that the gradients of the next reduction are there after what precedes (on the current stream)."""
+
     def reduce_scatter(
-        self, params: tuple[int, ...], gradients: Sequence[torch.Tensor], output: torch.Tensor, divisor: float
+        self,
+        params: tuple[int, ...],
+        gradients: Sequence[torch.Tensor],
+        output: torch.Tensor,
+        divisor: float,
+        let_go: Callable[[], None] = lambda: None,
     ) -> None:
-        """Reduce the gradients of ``params`` into the packed shard ``output``, on the current stream."""
+        """Reduce the gradients of ``params`` into the packed shard ``output``, on the current stream.
+
+        ``let_go`` is called where what follows (on the current stream) comes after the gradients have been read, which
+        may be before ``output`` is written.
+        """
+
+    def gradients_read(self) -> Any:
+        """An event after which the last reduction has read its gradients; None: when its output is there."""

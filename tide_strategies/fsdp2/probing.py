@@ -109,15 +109,13 @@ def _on_gpu(
     index, topology = torch.cuda.current_device(), Topology(1, ranks.size())
     every = probes.probes(topology, ranks.rank(), one_thread=False)
     large = probes.bulk_bytes(topology, one_thread=False)
-    staging = probes.staging_bytes(every)
-    engine = CudaEngine(
-        exchange, ranks.rank(), topology, index, slots=1, staging_bytes=staging, timeout_s=config.timeout_s
-    )
+    memory = probes.memory(every)
+    engine = CudaEngine(exchange, ranks.rank(), topology, index, slots=1, memory=memory, timeout_s=config.timeout_s)
     try:
         source = torch.zeros(large, dtype=torch.uint8, device="cuda")
         output = torch.zeros(2 * large, dtype=torch.uint8, device="cuda")
         stream = torch.cuda.Stream()
-        kernel = sum_kernels(index)(topology.ranks - 1, 1, Item.BF16, Item.F32, True)
+        kernel = sum_kernels(index).sum(topology.ranks - 1, 1, Item.BF16, Item.F32, True)
 
         def prepared(probe: probes.Probe) -> Run:
             label = f"measuring {probe.name} {probe.size}"
@@ -131,6 +129,7 @@ def _on_gpu(
                     kernel.pointers,
                     kernel.tile,
                     kernel.extra_null_pointers,
+                    device=index,
                 )
             tag, addresses = engine.book.tag(label), collective.addresses(output=output.data_ptr())
 

@@ -75,7 +75,11 @@ def dispatch(*args: Any, **kwargs: Any) -> Any:
     arguments["reduce_scatter_comm"] = DirectReduceScatter(
         group, which, [g.contiguous() for g in direct], arguments["gradient_divide_factor"]
     )
-    return _foreach_reduce_unpacked(**arguments)
+    group.path.gradients_ready()
+    result = _foreach_reduce_unpacked(**arguments)
+    # The event that gradients are kept for: torch's comes after the output is there.
+    read = group.path.gradients_read()
+    return result if read is None else (result[0], read, *result[2:])
 
 
 def _stock(tally: Any, args: Any, kwargs: Any) -> Any:
@@ -150,8 +154,7 @@ class DirectReduceScatter:
             assert self._divide_factor is not None
             divisor = float(self._divide_factor)
         assert self._binding.path is not None
-        self._binding.path.reduce_scatter(self._params, self._gradients, output_tensor, divisor)
-        self._binding.let_go()
+        self._binding.path.reduce_scatter(self._params, self._gradients, output_tensor, divisor, self._binding.let_go)
         # On a GPU they have only been enqueued by now. Torch keeps the input until the stream is past the collective.
         assert self._input is not None
         self._input._tide_gradients = self._gradients  # type: ignore[attr-defined]

@@ -90,12 +90,11 @@ def choose(
         passes=passes,
     )
     chosen: dict[str, Any] = dict(stated or {})
-    if "chunk_bytes" in chosen:
-        # Twice the alignment of pieces, so that chunks begin on multiples of 8 elements of either size
-        # (kernels/sum.py). Across nodes a chunk has a piece for each rank of a node.
-        chosen["chunk_bytes"] = align(chosen["chunk_bytes"], 2 * PIECE_ALIGNMENT)
     knobs = replace(solved, **chosen)
-    return replace(knobs, chunk_bytes=max(knobs.chunk_bytes, 2 * PIECE_ALIGNMENT * topology.local_ranks))
+    # Twice the alignment of pieces, so that they begin on multiples of 8 elements of either size (kernels/sum.py).
+    # Across nodes a chunk has a piece for each rank of a node.
+    pieces = topology.local_ranks if topology.nodes > 1 else 1
+    return replace(knobs, chunk_bytes=align(knobs.chunk_bytes, 2 * PIECE_ALIGNMENT * pieces))
 
 
 def unmeasured(device: str, topology: Topology, layouts: Iterable[GroupLayout], **stated: int) -> Knobs:

@@ -26,7 +26,6 @@ from tide_strategies.collectives.schedule import (
     Space,
     Sum,
 )
-from tide_strategies.layout import align
 from tide_strategies.planner.calibrate import line
 from tide_strategies.planner.rates import MIB, Rates
 from tide_strategies.topology import Topology
@@ -313,8 +312,3 @@ def _only(seconds: Seconds, name: str) -> tuple[float, float]:
     if len(found) != 1:
         raise ValueError(f"no times of the probe {name!r}")
     return found[0]
-
-
-def staging_bytes(every: Sequence[Probe]) -> int:
-    """Bytes of staging that the probes need on every rank."""
-    return align(memory(every).get((Space.STAGING, 0), 0), MIB)

@@ -36,6 +36,15 @@ _DTYPE = {Item.F32: 0, Item.BF16: 1}
 _RAW = 2
 _ACCUMULATE, _SCALED = 1, 2
 
+
+@dataclass(frozen=True, slots=True)
+class Taken(Await):
+    """No wait: a rail has brought what would be awaited, and this rank's copy of the writer's cell shows it from here.
+
+    Only for devices.
+    """
+
+
 #: Memory that a call needs an address for: (space, index, rank or SELF or NODE).
 Base = tuple[Space, int, int]
 
@@ -155,7 +164,7 @@ class _Table:
         elif isinstance(op, Notify):
             yield [NOTIFY, self.counter(op.counter), 1, op.to]
         elif isinstance(op, Await):
-            yield [AWAIT, self.counter(op.counter), op.writer, op.count]
+            yield [AWAIT, self.counter(op.counter), op.writer, op.count, isinstance(op, Taken)]
         elif isinstance(op, Record):
             self.events.add(op.event)  # one thread runs the streams in order: the point is passed by then
         elif isinstance(op, WaitEvent) and op.event not in self.events:
@@ -177,4 +186,4 @@ class _Table:
             self.sources.extend(self._at(source))
         flags = _ACCUMULATE * op.accumulate | _SCALED * op.scaled
         dtypes = [_DTYPE[src_item], _DTYPE[op.dst_item]]
-        return [SUM, *self._at(op.dst), op.items, *dtypes, len(op.sources), first, flags]
+        return [SUM, *self._at(op.dst), op.items, *dtypes, len(op.sources), first, flags, isinstance(op, Land)]

@@ -23,16 +23,20 @@ class Placement:
         topology: its nodes; the ranks of one node share memory.
         rail: what connects the nodes: memory that they share too, messages, or nothing, for one node.
         why: the reason for both, in words.
+        lanes: whether one rank on each node has schedules of its own.
     """
 
     topology: Topology
     rail: Literal["none", "local", "p2p"]
     why: str
+    lanes: bool = True
 
     @property
     def schedule(self) -> Literal["direct", "two-level", "lane"]:
         """Which schedules run: "direct" on one node, "lane" with one rank on each of several, else "two-level"."""
-        return "direct" if self.topology.nodes == 1 else "lane" if self.topology.lane else "two-level"
+        if self.topology.nodes == 1:
+            return "direct"
+        return "lane" if self.topology.lane and self.lanes else "two-level"
 
 
 def hosts_of(identities: Sequence[dict[str, Any]]) -> list[list[int]]:
@@ -94,3 +98,23 @@ def place(identities: Sequence[dict[str, Any]], stated: Topology | None, rail: s
     for first in range(0, topology.ranks, topology.local_ranks):
         check_one_host(everyone[first : first + topology.local_ranks], first)
     return Placement(topology, "p2p", nodes if rail == "auto" else f"{nodes}, messages are asked for")
+
+
+def place_devices(identities: Sequence[dict[str, Any]], stated: Topology | None, rail: str) -> Placement:
+    """Topology and rail of ranks that drive GPUs. Several nodes are virtual ones: all ranks map each other's memory.
+
+    Args: as of :func:`place`.
+
+    Raises:
+        TideArenaError: on every rank alike: several nodes on several hosts (TIDE-F023), or connected otherwise than by
+            memory (TIDE-F028). That the ranks of one node are on one host is found out when they share memory.
+    """
+    if stated is None or stated.nodes == 1:
+        return Placement(Topology(1, len(identities)), "none", "GPU ranks of a group are one node")
+    try:
+        check_one_host(list(identities))
+    except TideArenaError as e:
+        raise TideArenaError(str(e), "TIDE-F023") from e
+    if rail not in ("auto", "local"):
+        raise TideArenaError(f"rail: {rail} does not connect GPU ranks, which share a host here", "TIDE-F028")
+    return Placement(stated, "local", "topology as stated, all ranks map each other's memory", lanes=False)

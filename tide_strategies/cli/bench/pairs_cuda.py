@@ -15,7 +15,7 @@ from tide_strategies._native import cuda
 from tide_strategies.cli.bench.pairs import Pair, parameter_shapes, stock_copy_out, stock_pack, world_exchange
 from tide_strategies.cli.bench.ranks import Place
 from tide_strategies.collectives.reduce_scatter import BANKS
-from tide_strategies.collectives.schedule import Item
+from tide_strategies.collectives.schedule import Item, Space
 from tide_strategies.layout import GroupLayout
 from tide_strategies.planner.knobs import unmeasured
 from tide_strategies.runtime.cuda.engine import CudaEngine, DeviceSlot
@@ -59,7 +59,7 @@ def _groups(place: Place, layout: GroupLayout, ctas: int, chunk: int) -> tuple[C
         Topology(1, place.ranks),
         index,
         slots=_GROUPS,
-        staging_bytes=BANKS * (place.ranks - 1) * chunk,
+        memory={(Space.STAGING, 0): BANKS * (place.ranks - 1) * chunk},
         timeout_s=_TIMEOUT_S,
     )
     ring = SlotRing(lambda: engine.add_slot(layout.landing_bytes, "ring"), _GROUPS)
@@ -129,7 +129,8 @@ def _gather_in_turn(
 
 def _finish(group: CudaGroup, slot: DeviceSlot, current: int, gather: int, completion: int, readiness: int) -> None:
     """From the own landing to everybody's, then vacate, on streams by handle: as ``fsdp2.cuda_path`` orders them."""
-    group.send(slot, gather)
+    group.open(slot, gather)
+    group.send(gather)
     cuda.order(gather, completion)
     group.complete(completion)
     cuda.order(completion, current)

@@ -2,26 +2,34 @@
 
 The CUDA counterpart of ``runtime/engine.py``. Nothing here waits: calls are enqueued on CUDA streams, and waits for
 peers happen on the device. A watchdog thread bounds them (``watchdog.py``).
+
+The host may stand for several nodes. Their ranks map each other's memory all the same, which is the rail between them:
+a put is a copy and a signal, like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from tide_strategies._native import cuda
-from tide_strategies.collectives.schedule import Schedule, Space
+from tide_strategies.collectives.schedule import SELF, Schedule, Space
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
+from tide_strategies.runtime.cuda.fit import fit, without_casts
 from tide_strategies.runtime.cuda.memory import SharedAllocation, share_allocation
+from tide_strategies.runtime.cuda.rail import Cut, DeviceRail, RailCall, cut, enqueue
 from tide_strategies.runtime.cuda.watchdog import Watchdog
-from tide_strategies.runtime.encode import Encoded, encode
+from tide_strategies.runtime.encode import Base, Encoded, encode
 from tide_strategies.runtime.slots import Landing, Slot
 from tide_strategies.runtime.trace import Trace
 from tide_strategies.topology import Topology
 
-#: Streams of a schedule that the caller runs itself, with kernels of the framework.
-CALLERS_STREAMS = ("cast",)
+#: The host sometimes waits for the device, which waits for peers: until the watchdog has let those waits pass.
+_BEYOND_TIMEOUT_S = 60.0
+_URGENT = -1
 
 
 @dataclass(eq=False)
@@ -43,11 +51,12 @@ class CudaEngine:
     Args:
         exchange: all-gathers a small payload among the ranks, in rank order.
         rank: this rank in the group.
-        topology: one node with all ranks of the group.
+        topology: all ranks of the group; several nodes are virtual ones.
         device: this rank's CUDA device ordinal.
         slots: upper bound on landing slots, which sizes the counter table.
-        staging_bytes: bytes of staging on every rank.
+        memory: bytes that schedules need on every rank beside their arguments.
         timeout_s: bound of every wait.
+        rail: carries what goes between nodes; None: their ranks reach each other's memory.
 
     Raises:
         TideArenaError: on every rank, if device memory cannot be shared between them.
@@ -61,24 +70,30 @@ class CudaEngine:
         device: int,
         *,
         slots: int,
-        staging_bytes: int,
+        memory: Mapping[tuple[Space, int], int],
         timeout_s: float,
+        rail: DeviceRail | None = None,
     ) -> None:
         self.rank, self.topology, self.device, self.timeout_s = rank, topology, device, timeout_s
+        self.rail = rail
+        self._intakes: dict[str, cuda.Stream] = {}
         self.book = CallBook(topology, slots)
         self._exchange = exchange
         #: Where calls are noted, if they are (``runtime/trace.py``). The engine closes it.
         self.trace: Trace | None = None
-        self._slots_used = 0
+        self._slots_used = self._reductions = 0
         self._bytes: dict[str, int] = {}
         # Who the peers are, whether they live, and why one stopped: kept in a little shared host memory.
         self.host = SharedArena.create(exchange, rank, topology.ranks, 1, timeout_s)
         cells = self._share(cuda.Control.control_bytes(topology.ranks, self.book.counters), "control")
         peers = [None if r == rank else m for r, m in enumerate(cells.mappings)]
         self.control = cuda.Control(device, topology.ranks, rank, self.book.counters, cells.mappings[rank], peers)
-        self._staging = self._share(staging_bytes, "staging") if staging_bytes else None
+        wanted = sorted(memory.items(), key=lambda item: (item[0][0].value, item[0][1]))
+        self._memory = {key: self._share(nbytes, key[0].value) for key, nbytes in wanted}
         exchange(b"ready")  # no rank may write into counters that their owner is still clearing
-        self.watchdog = Watchdog(self.control, self.host, self.book, rank, timeout_s)
+        cuda.be_patient(timeout_s + _BEYOND_TIMEOUT_S)
+        stop = (lambda: None) if rail is None else rail.stop
+        self.watchdog = Watchdog(self.control, self.host, self.book, rank, timeout_s, stop)
 
     def add_slot(self, nbytes: int, part: str) -> DeviceSlot:
         """Make a landing slot of ``nbytes`` on every rank, counted as ``part``."""
@@ -92,13 +107,28 @@ class CudaEngine:
 
     def collective(self, schedule: Schedule, inputs: int, label: str) -> CudaCollective:
         """Make a schedule callable. ``label`` names it in messages."""
-        streams = {name: ops for name, ops in schedule.streams.items() if name not in CALLERS_STREAMS}
-        return CudaCollective(self, encode(replace(schedule, streams=streams), inputs, cuda.Program), label)
+        node = list(self.topology.node_ranks(self.rank))
+        program = partial(cuda.Program, readers=node)
+        if self.rail is None or self.topology.nodes == 1:
+            return CudaCollective(self, encode(fit(schedule), inputs, program), label)
+        intake = self._intakes.get(schedule.name)
+        if intake is None:
+            intake = self._intakes[schedule.name] = cuda.Stream(self.device, _URGENT)
+        made = cut(without_casts(schedule), node, inputs, program)
+        return RailedCollective(self, made, label, self.rail, intake.handle)
 
-    def staging_address(self, rank: int) -> int:
-        """Address of a rank's staging in this process."""
-        assert self._staging is not None
-        return self._staging.addresses[rank]
+    def address(self, space: Space, index: int, at: int) -> int:
+        """Address in this process of a schedule's memory on rank ``at`` (or SELF)."""
+        return self._memory[space, index].addresses[self.rank if at == SELF else at]
+
+    def own(self, space: Space, index: int) -> cuda.Mapping:
+        """A schedule's memory on this rank."""
+        return self._memory[space, index].mappings[self.rank]
+
+    def next_bank(self) -> int:
+        """The bank of the next reduction across nodes: they alternate, whichever groups they belong to."""
+        self._reductions += 1
+        return self._reductions % 2
 
     def bytes_by_part(self) -> dict[str, int]:
         """Device memory of this rank by part."""
@@ -109,6 +139,8 @@ class CudaEngine:
         if self.trace is not None:
             self.trace.close()
         self.watchdog.close()
+        if self.rail is not None:
+            self.rail.close()
         self.host.close()
 
     def _share(self, nbytes: int, part: str) -> SharedAllocation:
@@ -129,19 +161,21 @@ class CudaCollective:
         """The native program."""
         return self._encoded.program
 
+    @property
+    def bases(self) -> tuple[Base, ...]:
+        """Memory that a call needs addresses of, after its inputs."""
+        return self._encoded.bases
+
     def addresses(self, landing: Sequence[int] = (), output: int = 0) -> list[int]:
         """Addresses of everything but the inputs; ``landing`` has one per rank."""
         own = self._engine.rank
-        where = {
-            Space.LANDING: lambda at: landing[own if at < 0 else at],
-            Space.STAGING: self._engine.staging_address,
-            Space.OUTPUT: lambda at: output,
-        }
-        return [where[space](at) for space, _, at in self._encoded.bases]
+        where = {Space.LANDING: lambda at: landing[own if at < 0 else at], Space.OUTPUT: lambda at: output}
+        return [
+            where[space](at) if space in where else self._engine.address(space, index, at)
+            for space, index, at in self._encoded.bases
+        ]
 
-    def begin(
-        self, inputs: Sequence[int], others: Sequence[int], tag: int, slot: int = 0, divisor: float = 1.0
-    ) -> cuda.Call:
+    def begin(self, inputs: Sequence[int], others: Sequence[int], tag: int, slot: int = 0, divisor: float = 1.0) -> Any:
         """Take the next place in the order of calls.
 
         Raises:
@@ -154,10 +188,31 @@ class CudaCollective:
             counters = self._counters[slot] = [engine.book.counter(c, slot) for c in self._encoded.counters]
         return self._encoded.program.begin(engine.control, [*inputs, *others], counters, tag, divisor)
 
-    def enqueue_all(self, call: cuda.Call, cuda_streams: dict[str, int]) -> None:
-        """Enqueue all streams of a call whose schedule has an order of issue, in that order. Returns at once."""
-        call.enqueue_lanes([cuda_streams[name] for name in self._encoded.streams])
+    def enqueue_streams(self, call: Any, cuda_streams: Mapping[str, int]) -> None:
+        """Enqueue those streams of a call that are named, each on the CUDA stream with its handle. Returns at once.
 
-    def enqueue(self, call: cuda.Call, stream: str, cuda_stream: int) -> None:
+        They are enqueued in the schedule's order of issue, whatever the order here.
+        """
+        call.enqueue_lanes([cuda_streams.get(name, 0) for name in self._encoded.streams])
+
+    def enqueue(self, call: Any, stream: str, cuda_stream: int) -> None:
         """Enqueue one stream of a call on the CUDA stream with this handle. Returns at once."""
-        call.enqueue(self._encoded.streams[stream], cuda_stream)
+        self.enqueue_streams(call, {stream: cuda_stream})
+
+
+class RailedCollective(CudaCollective):
+    """A collective between nodes that a rail connects."""
+
+    def __init__(self, engine: CudaEngine, made: Cut, label: str, rail: DeviceRail, intake: int) -> None:
+        super().__init__(engine, made.encoded, label)
+        self._made, self._rail, self._intake = made, rail, intake
+
+    def begin(
+        self, inputs: Sequence[int], others: Sequence[int], tag: int, slot: int = 0, divisor: float = 1.0
+    ) -> RailCall:
+        """See :meth:`CudaCollective.begin`."""
+        return RailCall(super().begin(inputs, others, tag, slot, divisor), [*inputs, *others])
+
+    def enqueue_streams(self, call: Any, cuda_streams: Mapping[str, int]) -> None:
+        """See :meth:`CudaCollective.enqueue_streams`."""
+        enqueue(self._made, call, self._rail, self._engine.book.counter, cuda_streams, self._intake)

@@ -1,27 +1,78 @@
 """The collectives of one parameter group on GPUs: the counterpart of ``runtime/group.py``.
 
 Calls are enqueued on CUDA streams given by handle; ordering between streams (events) is the caller's. The order of use
-is occupy, send, complete, vacate, and round again; or occupy, reuse, complete, vacate.
+is occupy, open, send, complete, vacate, and round again; or occupy, reuse, complete, vacate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from tide_strategies._native import cuda
 from tide_strategies.collectives.all_gather import all_gather, reuse
-from tide_strategies.collectives.reduce_scatter import reduce_scatter
-from tide_strategies.collectives.schedule import Item
+from tide_strategies.collectives.all_gather_nodes import all_gather_nodes, slot_offsets
+from tide_strategies.collectives.plan import BasePlan
+from tide_strategies.collectives.reduce_scatter import BANKS, reduce_scatter
+from tide_strategies.collectives.schedule import Item, Schedule, Space
+from tide_strategies.collectives.two_level import default_plan
 from tide_strategies.layout import GroupLayout
 from tide_strategies.runtime.cuda.engine import CudaCollective, CudaEngine, DeviceSlot
+from tide_strategies.runtime.cuda.fit import AFTER_CAST, BEFORE_CAST, sums_aligned
 from tide_strategies.runtime.group import LandingGroup
 from tide_strategies.runtime.slots import SlotRing
+from tide_strategies.topology import Topology
+
+#: Where partials are that land.
+_PARTIALS = (Space.INBOX, Space.SPARE, Space.RUNNING)
+#: Elements of sums, as the native table numbers them.
+_ITEMS = (Item.F32, Item.BF16)
+
+
+def needed_device_memory(
+    layouts: Iterable[GroupLayout], topology: Topology, rank: int, chunk_bytes: int, slot_reuse: bool = False
+) -> dict[tuple[Space, int], int]:
+    """Bytes that the collectives of groups with these layouts need on every rank beside their arguments.
+
+    ``slot_reuse``: reductions across nodes have the small outbox.
+    """
+    needed: dict[tuple[Space, int], int] = {}
+    for layout in dict.fromkeys(layouts):
+        schedules = [_all_gather_schedule(layout, topology, rank)]
+        for bank in range(BANKS if topology.nodes > 1 else 1):  # of the element types, these need most
+            schedules.append(
+                reduce_scatter(
+                    layout,
+                    topology,
+                    rank,
+                    grad=Item.F32,
+                    output=Item.BF16,
+                    chunk_bytes=chunk_bytes,
+                    interleave=False,
+                    plan=_plan(topology, slot_reuse),
+                    bank=bank,
+                )
+            )
+        for schedule in schedules:
+            for which, nbytes in schedule.memory.items():
+                needed[which] = max(needed.get(which, 0), nbytes)
+    return {which: nbytes for which, nbytes in needed.items() if nbytes}
+
+
+def _all_gather_schedule(layout: GroupLayout, topology: Topology, rank: int) -> Schedule:
+    items = [Item.of_size(p.itemsize) for p in layout.params]
+    # With one rank a node too: a rail between hosts would not reach landings of other nodes.
+    build = all_gather if topology.nodes == 1 else all_gather_nodes
+    return build(layout, topology, rank, items, shared_landing=False, interleave=False)
+
+
+def _plan(topology: Topology, slot_reuse: bool) -> BasePlan | None:
+    """Of reductions across nodes, with one rank a node too; all calls of an engine have the same but for the mode."""
+    return replace(default_plan(topology), slot_reuse=slot_reuse) if topology.nodes > 1 else None
 
 
 class SumKernel(Protocol):
-    """A compiled summing kernel (``tide_strategies.kernels``)."""
+    """A compiled kernel (``tide_strategies.kernels``)."""
 
     function: int
     threads: int
@@ -31,8 +82,14 @@ class SumKernel(Protocol):
     extra_null_pointers: int
 
 
-#: Compiles the kernel for (staged contributions, gradients, gradient element, output element, aligned).
-Kernels = Callable[[int, int, Item, Item, bool], SumKernel]
+class Kernels(Protocol):
+    """Where kernels come from."""
+
+    def sum(self, staged: int, pointers: int, grad: Item, output: Item, aligned: bool) -> SumKernel:
+        """The kernel that adds ``staged`` contributions and one of ``pointers`` gradients."""
+
+    def land(self, sources: int, pointers: int, output: Item, accumulate: bool, aligned: bool) -> SumKernel:
+        """The kernel that adds ``sources`` node partials, which lie in ``pointers`` places."""
 
 
 class CudaGroup(LandingGroup):
@@ -44,8 +101,10 @@ class CudaGroup(LandingGroup):
         layout: its geometry.
         home: the ring that the landing rotates through, or its own pinned slot.
         chunk_bytes: bytes of one contribution staged at a time.
-        kernels: compiles the summing kernel.
-        sum_ctas: thread blocks of the sum.
+        kernels: compiles kernels.
+        sum_ctas: thread blocks of a sum.
+        landing_ctas: thread blocks of a landing; by default as many.
+        slot_reuse: reductions across nodes have the small outbox.
     """
 
     def __init__(
@@ -57,18 +116,21 @@ class CudaGroup(LandingGroup):
         chunk_bytes: int,
         kernels: Kernels,
         sum_ctas: int,
+        *,
+        landing_ctas: int | None = None,
+        slot_reuse: bool = False,
     ) -> None:
         super().__init__(name, layout, engine.landing(layout.landing_bytes), home)
         self._engine, self._chunk_bytes = engine, chunk_bytes
-        self._kernels, self._sum_ctas = kernels, sum_ctas
-        items = [Item.of_size(p.itemsize) for p in layout.params]
-        schedule = all_gather(layout, engine.topology, engine.rank, items, shared_landing=False)
+        self._kernels, self._ctas = kernels, (sum_ctas, landing_ctas or sum_ctas)
+        self._plan = _plan(engine.topology, slot_reuse)
+        schedule = _all_gather_schedule(layout, engine.topology, engine.rank)
         self._all_gather = engine.collective(schedule, len(layout.params), f"all-gather of {name!r}")
         self._reuse = engine.collective(reuse(engine.topology, engine.rank), 0, f"reuse of {name!r}")
-        self._no_shards = [0] * len(layout.params)  # the caller's cast has put them into the own landing
+        self._no_shards = [0] * len(layout.params)  # the caller's cast puts them where they are sent from
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
-        self._reductions: dict[tuple[tuple[int, ...], Item, Item, bool], _Reduction] = {}
-        self._running: tuple[CudaCollective, cuda.Call] | None = None
+        self._reductions: dict[tuple[tuple[int, ...], Item, Item, int, bool], _Reduction] = {}
+        self._running: tuple[CudaCollective, Any] | None = None
         self._sends: dict[int, tuple[int, list[int]]] = {}
 
     @property
@@ -76,14 +138,26 @@ class CudaGroup(LandingGroup):
         """Bytes that one all-gather sends to peers."""
         return self._bytes * (self.layout.ranks - 1)
 
+    @property
+    def several_nodes(self) -> bool:
+        """Whether own shards are sent from the stage, by streams of the rail's and the landing's own."""
+        return self._engine.topology.nodes > 1
+
+    def own_shards(self) -> tuple[Any, list[int]]:
+        """Memory that this rank casts its padded shards into, and the byte where each parameter's begins."""
+        if self.several_nodes:
+            return self._engine.own(Space.STAGE, 0), list(slot_offsets(self.layout)[:-1])
+        rank, params = self._engine.rank, range(len(self.layout.params))
+        return self.landing.window, [self.layout.landing_offset(p, rank) for p in params]
+
     def occupy(self) -> DeviceSlot:
         """Back the landing with a slot. The caller waits until its own streams are through with that slot."""
         slot = self._enter()
         assert isinstance(slot, DeviceSlot)
         return slot
 
-    def send(self, slot: DeviceSlot, stream: int, versions: tuple[int, ...] | None = None) -> None:
-        """Enqueue the copies of the own shards, already in the own landing on ``stream``, to every peer's."""
+    def open(self, slot: DeviceSlot, stream: int, versions: tuple[int, ...] | None = None) -> None:
+        """Begin an all-gather; ``stream`` waits until the own shards may be cast to where they are sent from."""
         send = self._sends.get(slot.index)
         if send is None:  # a slot's addresses stay what they are
             tag = self._engine.book.tag(f"{self._all_gather.label} into slot {slot.index}")
@@ -91,7 +165,19 @@ class CudaGroup(LandingGroup):
         tag, others = send
         call = self._all_gather.begin(self._no_shards, others, tag, slot.index)
         self._running, self._versions = (self._all_gather, call), versions
-        self._all_gather.enqueue(call, "copy", stream)
+        if self.several_nodes:
+            self._all_gather.enqueue(call, BEFORE_CAST, stream)
+
+    def send(self, stream: int, rail: int = 0, place: int = 0) -> None:
+        """Enqueue what brings the own shards, cast on ``stream``, to every rank.
+
+        On one node ``stream`` sends them on. Otherwise ``rail`` exchanges them with other nodes, and ``place`` brings
+        what arrives to every landing of the node.
+        """
+        assert self._running is not None
+        collective, call = self._running
+        streams = {AFTER_CAST: stream, "rail": rail, "copy": place} if self.several_nodes else {"copy": stream}
+        collective.enqueue_streams(call, streams)
         self.all_gathers.calls += 1
         self.all_gathers.bytes += self.sent_bytes
 
@@ -123,29 +209,44 @@ class CudaGroup(LandingGroup):
         gradients: Sequence[int],
         output_address: int,
         divisor: float,
-        streams: tuple[int, int],
+        streams: Sequence[int],
     ) -> None:
-        """Enqueue the reduction of the gradients of ``params`` on the (push, sum) streams.
+        """Enqueue the reduction of the gradients of ``params`` on the (push, sum, network) streams.
 
-        The result is at ``output_address`` once the sum stream has run; the gradients have been read once both have.
+        The gradients have been read once push and sum have run. The result is at ``output_address`` once network has,
+        or sum on one node, where network may be left out.
         """
-        aligned = self._aligned(params, gradients, output_address, grad)
-        key = (params, grad, output, aligned)
-        reduction = self._reductions.get(key)
-        if reduction is None:
-            reduction = self._reductions[key] = self._build_reduction(*key)
+        bank = self._engine.next_bank() if self.several_nodes else 0
+        reduction = self._reduction(params, grad, output, bank, self._aligned(params, [*gradients, output_address]))
         collective = reduction.collective
         call = collective.begin(gradients, collective.addresses(output=output_address), reduction.tag, 0, divisor)
-        collective.enqueue_all(call, {"push": streams[0], "sum": streams[1]})
+        collective.enqueue_streams(call, dict(zip(("push", "sum", "network"), streams, strict=False)))
         self.reduce_scatters.calls += 1
         self.reduce_scatters.bytes += reduction.bytes
 
-    def _aligned(self, params: tuple[int, ...], gradients: Sequence[int], output: int, grad: Item) -> bool:
+    def prepare(self, params: tuple[int, ...], grad: Item, output: Item) -> None:
+        """Compile and upload what reductions of ``params`` will need, if memory comes from an allocator as it does.
+
+        In a step this would make the host wait for the device, and the device may be waiting for peers.
+        """
+        for bank in range(BANKS if self.several_nodes else 1):
+            self._reduction(params, grad, output, bank, self._aligned(params, ()))
+
+    def _aligned(self, params: tuple[int, ...], addresses: Sequence[int]) -> bool:
         """Whether every address and length lets the kernel move 16 bytes at a time."""
         lengths = all(self.layout.shard_items(p) % 8 == 0 for p in params)
-        return lengths and output % 16 == 0 and all(g % 16 == 0 for g in gradients)
+        return lengths and all(a % 16 == 0 for a in addresses)
 
-    def _build_reduction(self, params: tuple[int, ...], grad: Item, output: Item, aligned: bool) -> _Reduction:
+    def _reduction(self, params: tuple[int, ...], grad: Item, output: Item, bank: int, aligned: bool) -> _Reduction:
+        key = (params, grad, output, bank, aligned)
+        reduction = self._reductions.get(key)
+        if reduction is None:
+            reduction = self._reductions[key] = self._build_reduction(*key)
+        return reduction
+
+    def _build_reduction(
+        self, params: tuple[int, ...], grad: Item, output: Item, bank: int, aligned: bool
+    ) -> _Reduction:
         engine = self._engine
         layout = GroupLayout(tuple(self.layout.params[p] for p in params), self.layout.ranks)
         schedule = reduce_scatter(
@@ -156,21 +257,33 @@ class CudaGroup(LandingGroup):
             output=output,
             chunk_bytes=self._chunk_bytes,
             interleave=False,
+            plan=self._plan,
+            bank=bank,
         )
         label = self._reduction_label(params, grad, output)
         collective = engine.collective(schedule, len(params), label)
-        kernel = self._kernels(layout.ranks - 1, len(params), grad, output, aligned)
-        collective.program.set_sum_kernel(
-            kernel.function,
-            kernel.threads,
-            kernel.shared_bytes,
-            self._sum_ctas,
-            kernel.pointers,
-            kernel.tile,
-            kernel.extra_null_pointers,
-        )
+        wide = {landing: aligned and sums_aligned(schedule, landing) for landing in (False, True)}
+        places = sum(space in _PARTIALS for space, _, _ in collective.bases)
+        kernels = []
+        for number, (landing, sources, _, dst, accumulate) in enumerate(collective.program.sum_kinds):
+            if landing:
+                kernel = self._kernels.land(sources, places, _ITEMS[dst], accumulate, wide[True])
+            else:
+                kernel = self._kernels.sum(sources - 1, len(params), grad, _ITEMS[dst], wide[False])
+            kernels.append(kernel)
+            collective.program.set_sum_kernel(
+                kernel.function,
+                kernel.threads,
+                kernel.shared_bytes,
+                self._ctas[landing],
+                kernel.pointers,
+                kernel.tile,
+                kernel.extra_null_pointers,
+                device=engine.device,
+                kind=number,
+            )
         sent = self._sent_bytes(params, grad, engine.rank)
-        return _Reduction(collective, engine.book.tag(label), sent, kernel)
+        return _Reduction(collective, engine.book.tag(label), sent, tuple(kernels))
 
 
 @dataclass(frozen=True)
@@ -178,4 +291,4 @@ class _Reduction:
     collective: CudaCollective
     tag: int
     bytes: int
-    kernel: SumKernel  # keeps the module loaded
+    kernels: tuple[SumKernel, ...]  # keeps their modules loaded

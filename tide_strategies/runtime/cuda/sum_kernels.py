@@ -1,9 +1,11 @@
-"""Where the summing kernels come from: Triton, compiled on first use."""
+"""Where the kernels come from: Triton, compiled on first use."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tide_strategies.collectives.schedule import Item
-from tide_strategies.kernels.compile import compile_sum
+from tide_strategies.kernels.compile import compile_land, compile_sum
 from tide_strategies.runtime.cuda.group import Kernels, SumKernel
 
 _NAMES = {Item.F32: "float32", Item.BF16: "bfloat16"}
@@ -11,8 +13,15 @@ _NAMES = {Item.F32: "float32", Item.BF16: "bfloat16"}
 
 def sum_kernels(device: int) -> Kernels:
     """The kernels for one CUDA device."""
+    return _Compiled(device)
 
-    def kernels(staged: int, pointers: int, grad: Item, output: Item, aligned: bool) -> SumKernel:
-        return compile_sum(staged, pointers, _NAMES[grad], _NAMES[output], aligned, device)
 
-    return kernels
+@dataclass(frozen=True)
+class _Compiled:
+    device: int
+
+    def sum(self, staged: int, pointers: int, grad: Item, output: Item, aligned: bool) -> SumKernel:
+        return compile_sum(staged, pointers, _NAMES[grad], _NAMES[output], aligned, self.device)
+
+    def land(self, sources: int, pointers: int, output: Item, accumulate: bool, aligned: bool) -> SumKernel:
+        return compile_land(sources, pointers, _NAMES[output], accumulate, aligned, self.device)

@@ -13,6 +13,7 @@ import os
 import select
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from tide_strategies._native import cuda
@@ -24,6 +25,8 @@ from tide_strategies.runtime.calls import CallBook
 _POLL_S = 0.1
 #: A wait shorter than this is not worth asking whether its peer lives.
 _SUSPICIOUS_S = 1.0
+#: Beyond the timeout, after which waits are let pass without this thread if it cannot run.
+_STARVED_S = 5.0
 _ABORT_FAILURE = 1
 _STOP = "All ranks stop rather than go on with incomplete data."
 
@@ -39,15 +42,26 @@ class Watchdog:
         book: names for counters and calls.
         rank: this rank.
         timeout_s: how long a wait on the device may last.
+        on_stop: called when this rank stops.
     """
 
-    def __init__(self, control: cuda.Control, host: SharedArena, book: CallBook, rank: int, timeout_s: float) -> None:
-        self._control, self._host, self._book = control, host, book
+    def __init__(
+        self,
+        control: cuda.Control,
+        host: SharedArena,
+        book: CallBook,
+        rank: int,
+        timeout_s: float,
+        on_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._control, self._host, self._book, self._on_stop = control, host, book, on_stop
         self._rank, self._timeout_s = rank, timeout_s
         self._failure: Failure | None = None
         self._closing = threading.Event()
         self._main = threading.main_thread().ident
         self._peers = {r: _process_fd(pid) for r, pid in enumerate(host.host_pids) if r != rank}
+        # Some calls into the driver hold the interpreter's lock while they wait for room in a queue.
+        control.release_after(timeout_s + _STARVED_S)
         self._thread = threading.Thread(target=self._run, name="tide-watchdog", daemon=True)
         self._thread.start()
 
@@ -82,10 +96,16 @@ class Watchdog:
         aborted = self._host.aborted()
         if aborted is not None:
             return TidePeerError(f"TIDE: rank {aborted[0]} stopped first: {aborted[2]} {_STOP}")
+        if self._control.released:
+            return TideTimeoutError(
+                f"TIDE: no progress within timeout_s={self._timeout_s:g}: rank {self._rank} waited on its device for "
+                f"peers, and in a call that let nothing else run, so that more is not known. {_STOP}"
+            )
         for wait in self._control.overdue(min(_SUSPICIOUS_S, self._timeout_s)):
             if self._dead(wait["writer"]):
                 return TidePeerError(f"TIDE: rank {wait['writer']} is dead: {self._words(wait)}. {_STOP}")
-        for wait in self._control.overdue(self._timeout_s):
+        # Streams of this rank wait for each other too, and so for what one of them awaits from a peer: blame that.
+        for wait in sorted(self._control.overdue(self._timeout_s), key=lambda w: bool(w["writer"] == self._rank)):
             return TideTimeoutError(
                 f"TIDE: no progress within timeout_s={self._timeout_s:g}: {self._words(wait)}. If that rank only needs "
                 f"longer (a slow data loader, a checkpoint), raise timeout_s. {_STOP}"
@@ -108,6 +128,10 @@ class Watchdog:
         self._record(failure)
         self._host.abort(_ABORT_FAILURE, str(failure))
         self._control.release()
+        try:
+            self._on_stop()
+        except Exception as e:  # what follows matters more
+            print(f"tide_strategies: the rail could not be stopped: {e}", file=sys.stderr, flush=True)
         print(f"tide_strategies: {failure}", file=sys.stderr, flush=True)
         # The main thread may be in a loop that makes no further call of ours: raise there too. It gets the class
         # only; the words are on stderr and in every later call.

@@ -1,0 +1,372 @@
+"""Virtual nodes: ranks are processes that share device memory, and run the GPU's collectives beside the CPU's."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import numpy as np
+from ranks import launch, values
+from stage import AWAIT, COPY, NOTIFY, RAW, array, calls, fake, memory, play, program, scenario, until
+
+from tide_strategies._native import cuda
+from tide_strategies.collectives.schedule import Item
+from tide_strategies.errors import TidePeerError, TideTimeoutError
+from tide_strategies.kernels.tiles import pointer_count
+from tide_strategies.layout import GroupLayout, ParamShape
+from tide_strategies.runtime.calls import CallBook
+from tide_strategies.runtime.cuda import watchdog
+from tide_strategies.runtime.cuda.engine import CudaEngine
+from tide_strategies.runtime.cuda.group import CudaGroup, needed_device_memory
+from tide_strategies.runtime.cuda.memory import share_allocation
+from tide_strategies.runtime.engine import Engine
+from tide_strategies.runtime.group import GroupCollectives, needed_memory
+from tide_strategies.runtime.slots import SlotRing
+from tide_strategies.topology import Topology
+
+#: Rows that divide evenly and not, fewer rows than ranks, odd bytes, nothing at all, and a row of many elements.
+SIZES = [(48, 8), (13, 5), (3, 7), (17, 1), (0, 4), (40, 33), (7, 400)]
+TURNS = 3
+STREAMS = ("cast", "rail", "place", "completion", "readiness", "push", "sum", "network")
+
+
+class FakeKernels:
+    """Kernels of the fake driver, in the place of Triton's."""
+
+    def sum(self, staged, pointers, grad, output, aligned):
+        dtypes = [0 if item is Item.F32 else 1 for item in (grad, output)]
+        count = pointer_count(pointers)
+        return self._kernel(fake.fake_sum_function(staged, *dtypes, count, 2), count)
+
+    def land(self, sources, pointers, output, accumulate, aligned):
+        count = pointer_count(pointers)
+        return self._kernel(fake.fake_land_function(sources, output is Item.BF16, bool(accumulate), count, 2), count)
+
+    def _kernel(self, function, pointers):
+        return SimpleNamespace(
+            function=function, threads=128, shared_bytes=0, tile=128, pointers=pointers, extra_null_pointers=2
+        )
+
+
+def layouts(ranks):
+    return [GroupLayout(tuple(ParamShape(*s, 2) for s in sizes), ranks) for sizes in (SIZES, SIZES[:2])]
+
+
+class MessageRail:
+    """A rail that is told nothing but what NCCL's host RMA is: bytes, an offset, a signal; and takes signals in.
+
+    Made of mailboxes in memory of its own: signals of (receiver, counter, sender) are totals in a control's cells.
+    """
+
+    def __init__(self, exchange, rank, topology, device, counters):
+        self.rank, self.device, self.engine = rank, device, None
+        n = topology.ranks
+        self.cells = share_allocation(exchange, rank, n, 30.0, device, cuda.Control.control_bytes(n, counters))
+        peers = [None if r == rank else m for r, m in enumerate(self.cells.mappings)]
+        self.control = cuda.Control(device, n, rank, counters, self.cells.mappings[rank], peers)
+        exchange(b"cleared")
+        self.sent, self.used = [], 0
+
+    def put(self, peer, source, nbytes, space, index, offset, counter, stream):
+        there = self.engine.address(space, index, peer) + offset
+        ops = [[COPY, 0, 0, 1, 0, 1, nbytes, 0, 0, RAW, RAW]]
+        self._run(program(ops, n_bases=2), [source, there], [], stream)
+        self.notify(peer, counter, stream)
+
+    def notify(self, peer, counter, stream):
+        self.used += 1
+        tell = program([[NOTIFY, 0, 1, peer]], n_counters=1, advance=[(0, self.rank, 1)])
+        self._run(tell, [], [counter], stream)
+
+    def take(self, writer, counter, count, stream):
+        wait_for = program([[AWAIT, 0, writer, count]], n_counters=1, advance=[(0, writer, count)])
+        self._run(wait_for, [], [counter], stream)
+
+    def stop(self):
+        self.control.release()
+
+    def close(self):
+        assert self.control.outstanding() == 0
+
+    def _run(self, made, bases, counters, stream):
+        made.begin(self.control, bases, counters, 1, 1.0).enqueue(0, stream)
+        self.sent.append(made)
+
+
+class Rank:
+    """One rank's engine, groups and streams, and the order in which a training step uses them."""
+
+    def __init__(
+        self, rank, exchange, topology, device, *, chunk_bytes, slot_reuse=False, timeout_s=30.0, railed=False
+    ):
+        self.rank, self.topology, self.device = rank, topology, device
+        shapes = layouts(topology.ranks)
+        self.rail = None
+        if railed:
+            self.rail = MessageRail(exchange, rank, topology, device, CallBook(topology, 2).counters)
+        self.engine = CudaEngine(
+            exchange,
+            rank,
+            topology,
+            device,
+            slots=2,
+            memory=needed_device_memory(shapes, topology, rank, chunk_bytes, slot_reuse),
+            timeout_s=timeout_s,
+            rail=self.rail,
+        )
+        if railed:
+            self.rail.engine = self.engine
+        ring = SlotRing(lambda: self.engine.add_slot(max(x.landing_bytes for x in shapes), "ring"), 2)
+        self.groups = [
+            CudaGroup(self.engine, f"group {i}", x, ring, chunk_bytes, FakeKernels(), 4, slot_reuse=slot_reuse)
+            for i, x in enumerate(shapes)
+        ]
+        self.streams = {name: cuda.Stream(device, -1) for name in STREAMS}
+        self.alone = cuda.Control(device, 1, 0, 1, memory(device=device), [None])
+        self.keep = []
+
+    def stream(self, name):
+        return self.streams[name].handle
+
+    def cast(self, group, shards):
+        """What torch's kernels do: padded shards, on the cast stream, to where the group sends them from."""
+        holder, offsets = group.own_shards()
+        source = memory(sum(s.nbytes + 16 for s in shards) + 16, self.device)
+        at, ops = 0, []
+        for shard, offset in zip(shards, offsets, strict=True):
+            array(source, np.uint16, at, shard.size)[:] = shard
+            ops.append([COPY, 0, at, 1, offset, 1, shard.nbytes, 0, 0, RAW, RAW])
+            at += -(-shard.nbytes // 16) * 16
+        copies = program([op for op in ops if op[6]], n_bases=2)
+        copies.begin(self.alone, [source.address, holder.address], [], 0, 1.0).enqueue(0, self.stream("cast"))
+        self.keep.append((source, copies))
+
+    def gather(self, group, shards):
+        slot = group.occupy()
+        group.open(slot, self.stream("cast"))
+        # The own landing is written first by the cast on one node, else by the stream that places.
+        self.cast(group, shards)
+        group.send(self.stream("cast"), self.stream("rail"), self.stream("place"))
+        last = "place" if self.topology.nodes > 1 else "cast"
+        cuda.order(self.stream(last), self.stream("completion"))
+        group.complete(self.stream("completion"))
+
+    def vacate(self, group):
+        for name in ("place", "cast"):  # nobody uses the landing after what is enqueued by now
+            cuda.order(self.stream("readiness"), self.stream(name))
+        group.vacate(self.stream("readiness"))
+
+    def reduce(self, group, gradients, output, out_item, divisor):
+        source = memory(sum(g.nbytes + 16 for g in gradients), self.device)
+        at, addresses = 0, []
+        for g in gradients:
+            array(source, np.uint16, at, g.size)[:] = g.ravel()
+            addresses.append(source.address + at)
+            at += -(-g.nbytes // 16) * 16
+        which = tuple(range(len(gradients)))
+        streams = [self.stream(name) for name in ("push", "sum", "network")]
+        group.reduce_scatter(which, Item.BF16, out_item, addresses, output.address, divisor, streams)
+        self.keep.append(source)
+
+    def finish(self):
+        until(lambda: self.engine.control.outstanding() == 0, 40)
+        assert fake.fake_idle(self.device, 20_000)
+        self.engine.watchdog.check()
+        self.keep.clear()
+
+
+def bf16(x):
+    bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def own_shard(full, layout, p, rank):
+    items = layout.shard_items(p)
+    padded = np.zeros(items * layout.ranks, np.uint16)
+    padded[: full.size] = full.ravel()
+    return padded[rank * items : (rank + 1) * items]
+
+
+def cpu_sums(rank, exchange, topology, gradients, out_item, divisor):
+    """What the CPU's executor makes of the same gradients: one array of bytes per group and turn."""
+    engine = Engine(exchange, rank, topology, slots=2, timeout_s=30.0)
+    shapes = layouts(topology.ranks)
+    engine.reserve(needed_memory(shapes, topology, rank, 4096))
+    ring = SlotRing(lambda: engine.add_slot(max(x.landing_bytes for x in shapes), "ring"), 2)
+    out = []
+    for i, layout in enumerate(shapes):
+        group = GroupCollectives(engine, f"cpu {i}", layout, [Item.RAW2] * len(layout.params), ring, 4096)
+        for turn in range(TURNS):
+            own = gradients[i][turn]
+            result = np.full(layout.output_items * out_item.size, 0xEE, np.uint8)
+            group.reduce_scatter(
+                *(tuple(range(len(own))), Item.BF16, out_item, [g.ctypes.data for g in own]),
+                *(result.ctypes.data, divisor),
+            )
+            out.append(result)
+    exchange(b"done")
+    engine.close()
+    return out
+
+
+def _values(rng, ranks):
+    """Arrays by group, turn and parameter."""
+    return [
+        [[bf16(rng.standard_normal(s)) for s in SIZES[: len(x.params)]] for _ in range(TURNS)] for x in layouts(ranks)
+    ]
+
+
+def _collectives(rank, exchange, shape, out_item, slot_reuse, chunk_bytes, railed=False):
+    topology = Topology(*shape)
+    n = topology.ranks
+    full, grads = _values(np.random.default_rng(1), n), _values(np.random.default_rng(100 + rank), n)
+    device = rank % 2
+    here = Rank(rank, exchange, topology, device, chunk_bytes=chunk_bytes, slot_reuse=slot_reuse, railed=railed)
+    outputs = [[memory(x.output_items * 4, device) for _ in range(TURNS)] for x in layouts(n)]
+    for turn in range(TURNS):
+        for i, group in enumerate(here.groups):  # both at once, then the reductions behind them
+            params = range(len(group.layout.params))
+            here.gather(group, [own_shard(full[i][turn][p], group.layout, p, rank) for p in params])
+        for i, group in enumerate(here.groups):
+            here.reduce(group, grads[i][turn], outputs[i][turn], out_item, 4.0)
+        here.finish()
+        for i, group in enumerate(here.groups):
+            for p, want in enumerate(full[i][turn]):
+                got = array(group.landing.window, np.uint16, group.layout.landing_base(p), want.size)
+                assert np.array_equal(got, want.ravel()), (shape, turn, i, p)
+            here.vacate(group)
+    here.finish()
+    wanted = cpu_sums(rank, exchange, topology, grads, out_item, 4.0)
+    got = [outputs[i][turn] for i in range(len(here.groups)) for turn in range(TURNS)]
+    for number, (want, have) in enumerate(zip(wanted, got, strict=True)):
+        assert np.array_equal(array(have, np.uint8, 0, want.size), want), (shape, out_item, number)
+    launched = calls("cuLaunchKernel")
+    assert not railed or here.rail.used > 0
+    here.engine.close()
+    return launched
+
+
+def _check(cases, railed=False):
+    for shape, out_item, slot_reuse, chunk in cases:
+        found = values(launch(shape[0] * shape[1], _collectives, shape, out_item, slot_reuse, chunk, railed))
+        assert all(launches > 0 for launches in found)
+
+
+@scenario
+def collectives_on_every_topology():
+    """All-gathers land every shard; reductions give the bytes of the CPU's executor, in both modes and dtypes."""
+    _check(
+        [
+            ((2, 1), Item.F32, False, 4096),
+            ((2, 2), Item.BF16, True, 64),
+            ((4, 1), Item.F32, True, 64),
+            ((4, 1), Item.BF16, False, 4096),
+            ((3, 2), Item.F32, True, 96),
+            ((1, 3), Item.F32, False, 512),
+        ]
+    )
+
+
+@scenario
+def one_hardware_queue_is_enough_for_nodes():
+    """All streams of a rank share a queue that works in order: what a wait needs was given to a queue before it."""
+    os.environ["FAKE_CUDA_CONNECTIONS"] = "1"
+    _check([((2, 2), Item.F32, True, 64), ((4, 1), Item.BF16, False, 64)])
+
+
+@scenario
+def a_host_that_waits_for_its_device_before_every_launch_gets_through():
+    """As it may have to, to load a kernel or to allocate: what a device waits for has been enqueued before."""
+    os.environ["FAKE_CUDA_BLOCKING"] = "1"
+    _check([((1, 2), Item.F32, False, 512), ((2, 2), Item.F32, True, 512), ((3, 1), Item.BF16, False, 4096)])
+
+
+@scenario
+def nodes_may_be_connected_by_a_rail():
+    """One that knows no memory of peers but its own, as between hosts; also where everything is in one queue."""
+    _check([((2, 2), Item.F32, True, 64), ((3, 1), Item.BF16, False, 4096)], railed=True)
+    os.environ["FAKE_CUDA_CONNECTIONS"] = "1"
+    _check([((2, 2), Item.F32, False, 512)], railed=True)
+
+
+#: That a peer is dead is noticed long before a timeout; that it stalls, at the timeout.
+TIMEOUT_S = {"killed": 15.0, "stalled": 1.5}
+
+
+def _lost(rank, exchange, how):
+    """Reduce again and again until rank 3 stops; what the watchdog says on this rank, and after how long."""
+    here = Rank(rank, exchange, Topology(2, 2), 0, chunk_bytes=256, timeout_s=TIMEOUT_S[how])
+    here.engine.watchdog._main = 0  # the error rises where a call begins, and nowhere else
+    group, rng = here.groups[0], np.random.default_rng(rank)
+    output = memory(group.layout.output_items * 4)
+    gradients = [bf16(rng.standard_normal(s)) for s in SIZES]
+    for turn in range(400):
+        if turn == 2:
+            begun = time.monotonic()
+            if rank == 3 and how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 3:
+                until(lambda: here.engine.host.aborted() is not None, 15)
+                return "stalled", "", 0.0
+        try:
+            here.reduce(group, gradients, output, Item.F32, 1.0)
+        except (TidePeerError, TideTimeoutError) as error:
+            took = time.monotonic() - begun
+            until(lambda: here.engine.control.outstanding() == 0, 10)
+            return type(error).__name__, str(error), took
+        if turn > 2:
+            time.sleep(0.05)
+        else:
+            here.keep.clear()
+    return "nothing", "", 0.0
+
+
+@scenario
+def a_killed_rank_ends_the_ranks_of_every_node():
+    results = launch(4, _lost, "killed")
+    assert results[3].exit_code == -signal.SIGKILL
+    found = values(results[:3])
+    assert {kind for kind, _, _ in found} == {"TidePeerError"}, found
+    assert any("rank 3 is dead" in words and "of rank 3: expected" in words for _, words, _ in found), found
+    assert all(took < TIMEOUT_S["killed"] for _, _, took in found), found
+
+
+@scenario
+def a_stalled_rank_ends_them_too():
+    found = values(launch(4, _lost, "stalled"))[:3]
+    timeouts = [words for kind, words, _ in found if kind == "TideTimeoutError"]
+    assert timeouts, found
+    assert {kind for kind, _, _ in found} <= {"TideTimeoutError", "TidePeerError"}, found
+    for words in timeouts:  # what holds up a rank's other streams is never to blame
+        rank = words.split(": rank ")[1][0]
+        assert f"of rank {rank}: expected" not in words, words
+    assert all(took < 15 for _, _, took in found), found
+
+
+def _starved(rank, exchange):
+    """Rank 1 never reduces; rank 0 waits for its device in a call that holds the interpreter's lock."""
+    watchdog._STARVED_S = 0.5
+    here = Rank(rank, exchange, Topology(2, 1), 0, chunk_bytes=256, timeout_s=2.0)
+    here.engine.watchdog._main = 0
+    if rank == 1:
+        until(lambda: here.engine.host.aborted() is not None, 40)
+        return ""
+    group, which = here.groups[0], tuple(range(len(SIZES)))
+    group.prepare(which, Item.BF16, Item.F32)
+    here.reduce(group, [bf16(np.ones(s)) for s in SIZES], memory(group.layout.output_items * 4), Item.F32, 1.0)
+    assert ctypes.PyDLL(os.environ["TIDE_LIBCUDA"]).fake_idle(0, 30_000), "the streams were let go"
+    until(lambda: here.engine.watchdog._failure is not None, 10)
+    return str(here.engine.watchdog._failure)
+
+
+@scenario
+def a_call_that_holds_the_interpreters_lock_is_let_go_too():
+    words, _ = values(launch(2, _starved))
+    assert "rank 0 waited on its device for peers" in words, words
+
+
+if __name__ == "__main__":
+    play(globals())

@@ -1,0 +1,279 @@
+"""Training steps through FSDP2's GPU path, with streams, events and memory of the fake driver in the place of torch's.
+
+What torch enqueues (casts, compute, gradients, an optimizer) are copies here. Memory that torch's allocator could hand
+out again is overwritten as soon as the compute stream is past the event that torch waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from nodes_scenarios import FakeKernels, bf16
+from ranks import launch, values
+from stage import COPY, MIB, RAW, array, fake, memory, play, program, scenario, until
+
+from tide_strategies._native import cuda
+from tide_strategies.fsdp2.cuda_path import CudaLanding, CudaPath, CudaStreams
+from tide_strategies.layout import GroupLayout, ParamShape
+from tide_strategies.runtime.cuda.engine import CudaEngine
+from tide_strategies.runtime.cuda.group import CudaGroup, needed_device_memory
+from tide_strategies.runtime.slots import SlotRing
+from tide_strategies.topology import Topology
+
+#: Parameters of a group; the last of them does not divide evenly.
+SHAPES = [(16, 24), (8, 8), (13, 5)]
+GROUPS, STEPS, CHUNK = 3, 2, 256
+
+
+class Stream:
+    def __init__(self, device=None, priority=0):
+        self.native = cuda.Stream(device.index, priority)
+        self.cuda_stream = self.native.handle
+
+    def wait_event(self, event):
+        event.order_before(self)
+
+    def wait_stream(self, other):
+        cuda.order(other.cuda_stream, self.cuda_stream)
+
+
+class Event:
+    """A stream on which nothing runs: it is past whatever was recorded."""
+
+    def __init__(self):
+        self.native = None
+
+    def record(self, stream=None):
+        self.native = self.native or cuda.Stream(Torch.device.index, -1)
+        cuda.order((stream or Torch.current).cuda_stream, self.native.handle)
+
+    def order_before(self, stream):
+        if self.native is not None:
+            cuda.order(self.native.handle, stream.cuda_stream)
+
+
+class Buffer:
+    """As much of a tensor as the path uses: bytes of device memory."""
+
+    def __init__(self, owner, at, items, dtype=torch.bfloat16):
+        self.owner, self.at, self.items, self.dtype, self.shape = owner, at, items, dtype, (items,)
+
+    def data_ptr(self):
+        return self.owner.address + self.at
+
+    def numel(self):
+        return self.items
+
+    def __getitem__(self, part):
+        return Buffer(self.owner, self.at, part.stop, self.dtype)
+
+    def view(self, shape):
+        assert math.prod(shape) == self.items
+        return self
+
+    def numbers(self, dtype=np.uint16):
+        return array(self.owner, dtype, self.at, self.items)
+
+
+class Torch:
+    """The part of torch that the path calls."""
+
+    device = torch.device("cuda", 0)
+    current: Stream
+    control: cuda.Control
+    copies: list = []  # noqa: RUF012 - programs of a process
+
+    @classmethod
+    def install(cls, device):
+        cls.device = torch.device("cuda", device)
+        cls.control = cuda.Control(device, 1, 0, 1, memory(device=device), [None])
+        cls.current = Stream(cls.device)
+        torch._foreach_copy_ = cls.foreach_copy
+        torch.cuda.Stream, torch.cuda.Event, torch.cuda.stream = Stream, Event, cls.stream
+        torch.cuda.current_stream = lambda device=None: cls.current
+        torch.cuda.set_stream = lambda stream: setattr(cls, "current", stream)
+
+    @classmethod
+    @contextlib.contextmanager
+    def stream(cls, stream):
+        before, cls.current = cls.current, stream
+        yield
+        cls.current = before
+
+    @classmethod
+    def foreach_copy(cls, targets, sources):
+        ops, bases = [], []
+        for target, source in zip(targets, sources, strict=True):
+            assert target.items == source.items
+            if source.items:
+                n = len(bases)
+                ops.append([COPY, n, 0, n + 1, 0, 1, source.items * source.dtype.itemsize, 0, 0, RAW, RAW])
+                bases += [source.data_ptr(), target.data_ptr()]
+        copies = program(ops, n_bases=len(bases))
+        copies.begin(cls.control, bases, [], 0, 1.0).enqueue(0, cls.current.cuda_stream)
+        cls.copies.append(copies)
+
+
+class Trainer:
+    """One rank: groups, what FSDP2 does with them in a step, and what it found in the landings."""
+
+    def __init__(self, rank, exchange, topology, slot_reuse):
+        self.rank, self.n, device = rank, topology.ranks, rank % 2
+        Torch.install(device)
+        self.pool, self.end = memory(2 * MIB, device), 0
+        self.layout = GroupLayout(tuple(ParamShape(*s, 2) for s in SHAPES), self.n)
+        needed = needed_device_memory([self.layout], topology, rank, CHUNK, slot_reuse)
+        self.engine = CudaEngine(exchange, rank, topology, device, slots=3, memory=needed, timeout_s=10.0)
+        ring = SlotRing(lambda: self.engine.add_slot(self.layout.landing_bytes, "ring"), 2)
+        streams, self.paths, self.landings = CudaStreams(Torch.device), [], []
+        for i in range(GROUPS):
+            group = CudaGroup(
+                self.engine, f"group {i}", self.layout, ring, CHUNK, FakeKernels(), 4, slot_reuse=slot_reuse
+            )
+            holder, offsets = group.own_shards()
+            own = [Buffer(holder, at, self.layout.shard_items(p)) for p, at in enumerate(offsets)]
+            window = group.landing.window
+            whole = [Buffer(window, self.layout.landing_base(p), self.layout.shard_items(p) * self.n) for p in range(3)]
+            self.paths.append(CudaPath(group, streams, CudaLanding(own, whole if slot_reuse else None)))
+            self.landings.append(whole)
+        self.compute, self.scatter = Torch.current, Stream(Torch.device)
+        copy_in, gather = Stream(Torch.device), Stream(Torch.device)
+        context = SimpleNamespace(get_all_gather_streams=lambda *_: (copy_in, gather))
+        self.group = SimpleNamespace(comm_ctx=context, unshard_async_op=False, _training_state=None)
+        self.shards = [[self.buffer(self.layout.shard_items(p)) for p in range(3)] for _ in range(GROUPS)]
+        self.garbage = [self.buffer(r * k) for r, k in SHAPES]
+        self.seen, self.outputs, self.states = [], [], []
+
+    def buffer(self, items, dtype=torch.bfloat16):
+        """Memory that is used once."""
+        at, self.end = self.end, self.end + -(-items * dtype.itemsize // 256) * 256
+        assert self.end <= self.pool.bytes
+        return Buffer(self.pool, at, items, dtype)
+
+    def filled(self, numbers):
+        buffer = self.buffer(numbers.size)
+        buffer.numbers()[:] = bf16(numbers.ravel())
+        return buffer
+
+    def padded(self, numbers, p):
+        out = np.zeros(self.layout.shard_items(p) * self.n)
+        out[: numbers.size] = numbers.ravel()
+        return out
+
+    def look(self, i, step):
+        """Compute: reads the group's parameters."""
+        into = [self.buffer(r * k) for r, k in SHAPES]
+        Torch.foreach_copy(into, [whole[: t.items] for whole, t in zip(self.landings[i], into, strict=True)])
+        self.seen.append((i, step, into))
+
+    def train(self, step):
+        for i, shards in enumerate(self.shards):  # the optimizer's work
+            own = [self.padded(x, p).reshape(self.n, -1)[self.rank] for p, x in enumerate(parameters(i, step))]
+            Torch.foreach_copy(shards, [self.filled(x) for x in own])
+        for stream in self.group.comm_ctx.get_all_gather_streams():  # as FSDP2's root does
+            stream.wait_stream(self.compute)
+        for i, path in enumerate(self.paths):
+            path.all_gather(self.group, self.shards[i], None)
+            path.wait()
+            self.look(i, step)
+            path.vacate()
+        self.paths[-1].all_gather(self.group, self.shards[-1], None)
+        for i in reversed(range(GROUPS)):
+            self.paths[i].wait()
+            if i:  # backward prefetch
+                self.paths[i - 1].all_gather(self.group, self.shards[i - 1], None)
+            self.look(i, step)
+            self.post_backward(i, step)
+        while self.states:
+            self.reclaim()
+        self.compute.wait_stream(self.scatter)
+
+    def post_backward(self, i, step):
+        path = self.paths[i]
+        grads = [self.buffer(r * k) for r, k in SHAPES]
+        Torch.foreach_copy(grads, [self.filled(x) for x in gradients(i, step, self.rank)])
+        if not path.keeps_gradients:
+            path.vacate()
+        if self.states:  # FSDP2 keeps the inputs of one reduction
+            self.reclaim()
+        kept = path.keep_gradients((0, 1, 2), grads) if path.keeps_gradients else grads
+        if path.keeps_gradients:  # their memory is the allocator's again
+            Torch.foreach_copy(grads, self.garbage)
+        output = self.buffer(self.layout.output_items, torch.float32)
+        self.outputs.append((i, step, output))
+        path.gradients_ready()
+        self.scatter.wait_stream(self.compute)
+        with torch.cuda.stream(self.scatter):
+            path.reduce_scatter((0, 1, 2), kept, output, 2.0, path.vacate if path.keeps_gradients else lambda: None)
+            event = Event()
+            event.record(self.scatter)
+        self.states.append((path.gradients_read() or event, grads))
+
+    def reclaim(self):
+        event, grads = self.states.pop(0)
+        self.compute.wait_event(event)
+        Torch.foreach_copy(grads, self.garbage)
+
+    def check(self):
+        until(lambda: self.engine.control.outstanding() == 0, 40)
+        assert fake.fake_idle(Torch.device.index, 20_000)
+        self.engine.watchdog.check()
+        for i, step, into in self.seen:
+            for got, want in zip(into, parameters(i, step), strict=True):
+                assert np.array_equal(got.numbers(), bf16(want.ravel())), ("parameters", i, step)
+        for i, step, output in self.outputs:
+            for p in range(3):
+                total = sum(self.padded(gradients(i, step, r)[p], p) for r in range(self.n))
+                want = total.reshape(self.n, -1)[self.rank].astype(np.float32) / 2
+                at = self.layout.output_offset(p)
+                assert np.array_equal(output.numbers(np.float32)[at : at + want.size], want), ("sums", i, step, p)
+        self.engine.close()
+
+
+def parameters(i, step):
+    rng = np.random.default_rng([1, i, step])
+    return [rng.integers(-99, 100, s).astype(np.float64) for s in SHAPES]
+
+
+def gradients(i, step, rank):
+    rng = np.random.default_rng([2, i, step, rank])
+    return [rng.integers(-8, 9, s).astype(np.float64) for s in SHAPES]
+
+
+def _steps(rank, exchange, shape, slot_reuse):
+    trainer = Trainer(rank, exchange, Topology(*shape), slot_reuse)
+    for step in range(STEPS):  # the host never waits
+        trainer.train(step)
+    trainer.check()
+    return len(trainer.outputs)
+
+
+def _check(cases):
+    for shape, slot_reuse in cases:
+        assert set(values(launch(shape[0] * shape[1], _steps, shape, slot_reuse))) == {GROUPS * STEPS}
+
+
+@scenario
+def steps_are_right():
+    _check([((1, 2), True), ((2, 1), False), ((2, 2), True)])
+
+
+@scenario
+def steps_on_one_hardware_queue():
+    os.environ["FAKE_CUDA_CONNECTIONS"] = "1"
+    _check([((1, 2), False), ((2, 2), False)])
+
+
+@scenario
+def steps_of_a_host_that_waits_for_its_device():
+    os.environ["FAKE_CUDA_BLOCKING"] = "1"
+    _check([((1, 2), True), ((2, 1), False)])
+
+
+if __name__ == "__main__":
+    play(globals())

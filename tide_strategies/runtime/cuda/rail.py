@@ -1,0 +1,196 @@
+"""A rail between nodes of GPU ranks that do not reach each other's memory, and schedules cut where they use it.
+
+Without a rail, ranks of other nodes are reached like those of the own node: by copies and stores into their memory.
+With one, puts and notifications for other nodes are the rail's. What other nodes send, the rail takes in on a stream of
+its own, which then stores into this rank's copy of the sender's counter cell; so waits, their bounds and their errors
+are the same for both.
+
+What is taken is taken in the order of the schedule. All-gathers and reduce-scatters each have an intake, or the next
+all-gather would wait for the network phase before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from tide_strategies.collectives.schedule import NODE, Await, Counter, Notify, Op, Put, Ref, Schedule, Space
+from tide_strategies.runtime.cuda.fit import counted
+from tide_strategies.runtime.encode import Encoded, Taken, encode
+
+#: Stream of a cut schedule: stores what has been taken.
+INTAKE = "intake"
+
+
+class DeviceRail(Protocol):
+    """Enqueues on CUDA streams, given by handle. Nothing here waits on the host for a peer."""
+
+    def put(
+        self, peer: int, source: int, nbytes: int, space: Space, index: int, offset: int, counter: int, stream: int
+    ) -> None:
+        """Send ``nbytes`` from address ``source`` to byte ``offset`` of the peer's (space, index), then notify.
+
+        The stream goes on when the source has been read.
+        """
+
+    def notify(self, peer: int, counter: int, stream: int) -> None:
+        """Send one signal of ``counter`` to ``peer``, after the puts before it that have the same counter."""
+
+    def take(self, writer: int, counter: int, count: int, stream: int) -> None:
+        """Let the stream go on when ``count`` signals have come beyond those that were taken before."""
+
+    def stop(self) -> None:
+        """Hold nothing up any more, whatever the peers do: this rank stops. From the watchdog's thread; bounded."""
+
+    def close(self) -> None:
+        """Let go of the rail; all ranks do. Bounded in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """What the rail is given: a put or a notification; ``base`` is the number of the base that a put reads."""
+
+    op: Put | Notify
+    base: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """What the rail takes in: so many signals more."""
+
+    counter: Counter
+    writer: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing to enqueue: the native piece of that number, or something of the rail's.
+
+    Args:
+        stream: with which stream of the schedule it is enqueued.
+        on_intake: whether it is on the intake's CUDA stream instead.
+        does: what it is.
+    """
+
+    stream: str
+    on_intake: bool
+    does: int | Send | Take
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A schedule ready to run with a rail."""
+
+    encoded: Encoded
+    steps: tuple[Step, ...]
+
+
+def cut(schedule: Schedule, node: Sequence[int], inputs: int, program_type: Callable[..., Any]) -> Cut:
+    """Cut and encode a schedule for the rank of it, whose ``node`` has these ranks. Raises like ``encode``."""
+    parts = list(_parts(schedule, node))
+    native = [(INTAKE if on_intake else name, part) for name, on_intake, part in parts if isinstance(part, tuple)]
+    streams: dict[str, tuple[Op, ...]] = dict.fromkeys([*schedule.streams, INTAKE], ())
+    for name, ops in native:
+        streams[name] += ops
+    stripped = replace(schedule, streams=streams, issue=tuple((name, len(ops)) for name, ops in native))
+    sources = [replace(p.src, offset=0) for _, _, p in parts if isinstance(p, Put)]
+    encoded = encode(counted(stripped), inputs, program_type, sources)
+    numbers = iter(range(len(native)))
+    base_of = {base: inputs + i for i, base in enumerate(encoded.bases)}
+
+    def does(part: tuple[Op, ...] | Put | Notify | Take) -> int | Send | Take:
+        if isinstance(part, Put):
+            src: Ref = part.src
+            return Send(part, src.index if src.space is Space.INPUT else base_of[src.space, src.index, src.at])
+        if isinstance(part, Notify):
+            return Send(part)
+        return part if isinstance(part, Take) else next(numbers)
+
+    return Cut(encoded, tuple(Step(name, on_intake, does(part)) for name, on_intake, part in parts))
+
+
+def _parts(schedule: Schedule, node: Sequence[int]) -> Iterator[tuple[str, bool, tuple[Op, ...] | Put | Notify | Take]]:
+    """(stream, whether on the intake, native operations or something of the rail's) in the order of issue."""
+    taken: dict[tuple[Counter, int], int] = {}
+    last = ""
+    for name, ops in _runs(schedule):
+        piece: list[Op] = []
+        for op in ops:
+            remote = _is_sent(op, node) or (isinstance(op, Await) and op.writer not in node)
+            last = name if remote else last
+            if not remote or (isinstance(op, Await) and op.count <= taken.get((op.counter, op.writer), 0)):
+                piece.append(op)
+            else:  # whatever comes before it is enqueued before it
+                if piece:
+                    yield name, False, tuple(piece)
+                piece = []
+                if isinstance(op, Await):
+                    yield from _take(name, op.counter, op.writer, op.count, taken)
+                    piece.append(op)
+                else:
+                    assert isinstance(op, (Put, Notify))
+                    yield name, False, op
+        if piece:
+            yield name, False, tuple(piece)
+    for (counter, writer), total in schedule.advance.items():
+        if writer not in node:  # what only later calls wait for
+            yield from _take(last, counter, writer, total, taken)
+
+
+def _take(
+    stream: str, counter: Counter, writer: int, count: int, taken: dict[tuple[Counter, int], int]
+) -> Iterator[tuple[str, bool, tuple[Op, ...] | Take]]:
+    before = taken.get((counter, writer), 0)
+    if count > before:
+        taken[counter, writer] = count
+        yield stream, True, Take(counter, writer, count - before)
+        yield stream, True, (Taken(counter, writer, count),)
+
+
+def _runs(schedule: Schedule) -> Iterator[tuple[str, tuple[Op, ...]]]:
+    done = dict.fromkeys(schedule.streams, 0)
+    for name, count in schedule.issue or [(name, len(ops)) for name, ops in schedule.streams.items()]:
+        yield name, schedule.streams[name][done[name] : done[name] + count]
+        done[name] += count
+
+
+def _is_sent(op: Op, node: Sequence[int]) -> bool:
+    if isinstance(op, Put):
+        return op.dst.at not in node
+    return isinstance(op, Notify) and op.to != NODE and op.to not in node
+
+
+@dataclass(frozen=True, slots=True)
+class RailCall:
+    """One use of a cut schedule: the native call, and the addresses that the rail reads from."""
+
+    native: Any
+    bases: Sequence[int]
+
+
+def enqueue(
+    made: Cut,
+    call: RailCall,
+    rail: DeviceRail,
+    number: Callable[[Counter], int],
+    cuda_streams: Mapping[str, int],
+    intake: int,
+) -> None:
+    """Enqueue the steps of the streams that are named. ``number`` gives a counter's number, alike on all ranks."""
+    for step in made.steps:
+        if step.stream not in cuda_streams:
+            continue
+        stream = intake if step.on_intake else cuda_streams[step.stream]
+        if isinstance(step.does, int):
+            call.native.enqueue(step.does, stream)
+        elif isinstance(step.does, Take):
+            rail.take(step.does.writer, number(step.does.counter), step.does.count, stream)
+        elif isinstance(step.does.op, Put):
+            put = step.does.op
+            source, dst = call.bases[step.does.base] + put.src.offset, put.dst
+            where = (dst.space, dst.index, dst.offset)
+            rail.put(dst.at, source, put.nbytes, *where, number(put.signal), stream)
+        else:
+            rail.notify(step.does.op.to, number(step.does.op.counter), stream)
