@@ -6,6 +6,7 @@ The models are generated from the schedules that run. Needs ``spin`` and a C com
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 
@@ -59,6 +60,10 @@ CLEAN = {
     "all-gather 3x1": workload("all-gather", 3, 1, True, 3),
     "all-gather 2x2": workload("all-gather", 2, 2, True, 2),
     "all-gather 2x1, streams": workload("all-gather", 2, 1, False, 3),
+    # Not ahead: a wait of the next call would do for the one that is left out below.
+    "all-gather of a lane of 3": replace(workload("all-gather", 3, 1, True, 3), lane=True, ahead=False),
+    "all-gather of a lane of 2, used again": replace(workload("all-gather", 2, 1, True, 3), lane=True, reuse=True),
+    "reduce-scatter of a lane of 3": replace(workload("reduce-scatter", 3, 1, True, 3), lane=True, plan=None),
 }
 
 
@@ -83,6 +88,9 @@ BUGS = [
     ("all-gather 2x1, streams", "placed"),
     ("all-gather 2x1, streams", "forwarded"),
     ("all-gather 2x1, streams", "released"),
+    ("all-gather of a lane of 3", "gathered"),
+    ("all-gather of a lane of 2, used again", "opened"),
+    ("reduce-scatter of a lane of 3", "arrived"),
 ]
 
 
