@@ -42,9 +42,9 @@ def build_wheel(folder: Path) -> Path:
         code = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
         run([sys.executable, "-c", code, folder], ROOT)
         (source,) = folder.glob("*.tar.gz")
-        run([*wheel, "--no-build-isolation", source], folder)
+        run([*wheel, "--no-build-isolation", source], folder, timeout=600)
     else:
-        run([*wheel, "-C", f"build-dir={folder / 'build'}", ROOT], folder)
+        run([*wheel, "-C", f"build-dir={folder / 'build'}", ROOT], folder, timeout=600)
     (built,) = folder.glob("*.whl")
     return built
 

@@ -36,7 +36,8 @@ def main():
     import tide_strategies
     from tide_strategies.runtime.teardown import orderly_teardown
 
-    with open(sys.argv[1], encoding="utf-8") as f:
+    pieces, report = sys.argv[1:]  # read at once: a snippet may change them
+    with open(pieces, encoding="utf-8") as f:
         pages = json.load(f)
     result = {"package": tide_strategies.__file__, "ran": [], "error": ""}
     torch.set_num_threads(1)
@@ -45,7 +46,7 @@ def main():
         run(pages, result)
     except Exception:
         result["error"] = traceback.format_exc()
-    with open(sys.argv[2], "w", encoding="utf-8") as f:
+    with open(report, "w", encoding="utf-8") as f:
         json.dump(result, f)
     if result["error"]:
         os._exit(1)  # without waiting for ranks that wait for this one
