@@ -133,7 +133,7 @@ WORDS = {
     "another model": ["second.weight", "rank 0 has [[8, 8]", "rank 1 has [[8, 9]", "Give every rank the same model"],
     "without memory": ["on the meta device", "to_empty and initialise, or load a checkpoint"],
     "another dtype": ["has become torch.float64", "close the handle before changing dtypes and apply TIDE again"],
-    "strict": ["TideFallbackError", "TIDE-F007"],
+    "strict": ["TideFallbackError", "TIDE-F003", "shard on dimension 0 to accelerate this group"],
     "no group": ["TideConfigError", "needs the process group that fully_shard was given"],
 }
 
