@@ -19,6 +19,7 @@ NAME = "tide_strategies"
 
 pytestmark = pytest.mark.wheel
 
+
 @dataclass
 class Installed:
     """The built wheel and the environment that it is installed in."""

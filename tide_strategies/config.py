@@ -201,7 +201,9 @@ class TideConfig:
                 )
             value = _build(cls, _nest(value), "")
         if not isinstance(value, TideConfig):
-            hint = ". Read a file first: yaml.safe_load, OmegaConf.load" if isinstance(value, (str, os.PathLike)) else ""
+            hint = (
+                ". Read a file first: yaml.safe_load, OmegaConf.load" if isinstance(value, (str, os.PathLike)) else ""
+            )
             raise TideConfigError(
                 f"TIDE options must be a mapping or a TideConfig, not {type(value).__name__}: {value!r}{hint}"
             )

@@ -156,10 +156,10 @@ def main() -> int:
     if args.times < 1:
         parser.error(f"--times must be at least 1; got {args.times}")
     doors = {n: d for n, d in DOORS.items() if args.door in (n, "all")}
-    for name, door in doors.items():
-        code = f"import tide_strategies, {door.library}"
-        if subprocess.run([args.python, "-c", code], env=outside(), cwd="/", stderr=subprocess.DEVNULL).returncode:
-            print(f"{args.python} cannot import tide_strategies and {door.library}; install both", file=sys.stderr)
+    for door in doors.values():
+        code = f"from importlib.util import find_spec as f; exit(not (f('tide_strategies') and f('{door.library}')))"
+        if subprocess.run([args.python, "-c", code], env=outside(), cwd="/").returncode:
+            print(f"{args.python} has not both tide_strategies and {door.library}; install them", file=sys.stderr)
             return 2
     print(HEADER, flush=True)
     results = {name: Launches() for name in doors}

@@ -5,10 +5,10 @@
     python tests/tools/run_snippets.py docs/hydra.md ... some pages
     python tests/tools/run_snippets.py --list            what is run, and what is not and why
 
-Each page has a folder: its files are saved there and its commands typed there, from top to bottom; what needs a checkout
-is typed in a copy of this one. What a reader brings, and what is not run here, is listed in snippet_readers.py.
-``--environment FOLDER`` takes an environment that is there already, or keeps the one that is made. Exit status: 0 if all
-went well, 1 if a snippet failed, 2 if that list is not that of the pages.
+Each page has a folder: its files are saved there and its commands typed there, from top to bottom; what needs a
+checkout is typed in a copy of this one. What a reader brings, and what is not run here, is in snippet_readers.py.
+``--environment FOLDER`` takes an environment that is there already, or keeps the one that is made. Exit status: 0 if
+all went well, 1 if a snippet failed, 2 if that list is not that of the pages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fresh_environment import build_wheel, outside, whole_environment
-from snippet_readers import FILES, NOT_RUN, WITHOUT_GPU, stale, use_of
+from snippet_readers import FILES, WITHOUT_GPU, not_run, stale, use_of
 from snippets import ROOT, SHELL, Command, Snippet, snippets
 
 TIMEOUT_S = 900
@@ -111,8 +111,8 @@ class Runner:
     def command(self, command: Command) -> None:
         """Run one command as a shell in the page's folder would, or in the checkout."""
         where = f"{command.page}:{command.line}"
-        if (command.page, command.text) in NOT_RUN:
-            self.report(Outcome(where, command.text, not_run=NOT_RUN[command.page, command.text]))
+        if why := not_run(command):
+            self.report(Outcome(where, command.text, not_run=why))
             return
         for text in use_of(command.page, command.text).first:
             self.command(Command(command.page, command.line, text))
@@ -213,8 +213,7 @@ def source(snippet: Snippet) -> str:
     use = use_of(snippet.page, snippet.code)
     own = iter(use.own)
     code = "\n".join(
-        line.replace("...", next(own)) if line.strip() == "..." else line
-        for line in snippet.code.splitlines()
+        line.replace("...", next(own)) if line.strip() == "..." else line for line in snippet.code.splitlines()
     )
     before = use.before.rstrip("\n") + "\n" if use.before else ""
     return f"{before}{chr(10) * (snippet.line - 1 - before.count(chr(10)))}{code}\n{use.after}"
@@ -257,7 +256,7 @@ def main() -> int:
     if args.list:
         for s in found:
             for c in s.commands() if s.language in SHELL else [Command(s.page, s.line, s.language)]:
-                why = NOT_RUN.get((c.page, c.text))
+                why = not_run(c)
                 print(f"{c.page}:{c.line}  {c.text}" + (f"  (not run: {why})" if why else ""))
         return 0
     with tempfile.TemporaryDirectory() as tmp:

@@ -132,14 +132,21 @@ def test_snippets_are_well_formed(page: Path) -> None:
 def test_what_is_listed_about_snippets_is_true_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each snippet is run as written by tests/tools/run_snippets.py, the Python ones in tests/test_wheel.py."""
     found = snippets()
-    assert {s.language for s in found} <= set(LANGUAGES), "a language that the runner does not know: it would be left out"
+    assert {s.language for s in found} <= set(LANGUAGES), (
+        "a language that the runner does not know: it would be left out"
+    )
     assert stale(found) == []
     monkeypatch.setitem(USES, ("README.md", "no such text"), Use())
     monkeypatch.setitem(NOT_RUN, ("README.md", "make nothing"), "for this test")
     found += [Snippet("README.md", 1, "yaml", "a: 1\n"), Snippet("README.md", 2, "python", "...\n")]
     problems = stale(found)
     assert len(problems) == 4
-    for text in ("'no such text' is in 0 snippets", "no command 'make nothing'", "README.md:1: YAML", "README.md:2: 1 lines"):
+    for text in (
+        "'no such text' is in 0 snippets",
+        "no command 'make nothing'",
+        "README.md:1: YAML",
+        "README.md:2: 1 lines",
+    ):
         assert any(text in problem for problem in problems)
 
 

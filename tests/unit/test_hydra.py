@@ -1,8 +1,8 @@
 """TIDE's options in Hydra applications, and with OmegaConf alone: found, typed, mistakes refused, reloaded equal.
 
 The likeliest mistakes: on the command line a misspelt option or section, a wrong choice, number or yes/no, an unknown
-preset, a second preset, ``+`` before what is there; in the file the same, no group at all, a bare ``off``; in the program
-the whole configuration or a name in place of the section, a missing interpolation, a value out of range.
+preset, a second preset, ``+`` before what is there; in the file the same, no group at all, a bare ``off``; in the
+program the whole configuration or a name in place of the section, a missing interpolation, a value out of range.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def test_mistakes_are_refused_while_hydra_composes(app, override: str, words: li
         ),
     ],
 )
-def test_mistakes_in_the_file_and_about_the_group(app, tmp_path: Path, file: str, override: str, words: list[str]) -> None:
+def test_mistakes_in_the_file_and_about_the_group(
+    app, tmp_path: Path, file: str, override: str, words: list[str]
+) -> None:
     (tmp_path / "wrong.yaml").write_text(file)
     with pytest.raises((hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException)) as refused:
         app(*filter(None, [override]), config="wrong")

@@ -54,7 +54,9 @@ def apply_tide(model: nn.Module, config: TideConfig | Mapping[str, Any] | None =
     options = TideConfig.from_any(config)
     request_queues()
     if not isinstance(model, nn.Module):
-        raise TideConfigError(f"apply_tide needs a module, one a call; got {type(model).__name__}. Give the model itself.")
+        raise TideConfigError(
+            f"apply_tide needs a module, one a call; got {type(model).__name__}. Give the model itself."
+        )
     roots = access.outermost_fsdp_modules(model)
     if not roots:
         raise TideConfigError(_without_fully_shard(model))
