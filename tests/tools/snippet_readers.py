@@ -286,7 +286,8 @@ USES: dict[tuple[str, str], Use] = {
     ("docs/hydra.md", "# tide/mine.yaml"): Use(then=("python app.py tide=mine",)),
     ("docs/hydra.md", "structured_config()"): Use(
         before="import sys\nsys.argv = ['app.py', 'all_gather.slots=3']\n",
-        after="assert config.changed() == ['timeout_s', 'all_gather.slots', 'reduce_scatter.mode']\n"
+        after="assert (config.timeout_s, config.all_gather.slots) == (30, 3)\n"
+        "assert config.reduce_scatter.mode == 'slot_reuse'\n"
         "OmegaConf.save(options, 'used.yaml')\nassert TideConfig.from_any(OmegaConf.load('used.yaml')) == config\n"
         "assert TideConfig.from_any(OmegaConf.load('options.yaml')).timeout_s == 30\n",
     ),

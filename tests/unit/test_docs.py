@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from run_snippets import like
 from snippet_readers import NOT_RUN, USES, Use, stale
-from snippets import FENCE, LANGUAGES, Command, Snippet, snippets
+from snippets import FENCE, LANGUAGES, Snippet, snippets
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -148,15 +147,6 @@ def test_what_is_listed_about_snippets_is_true_of_the_pages(monkeypatch: pytest.
         "README.md:2: 1 lines",
     ):
         assert any(text in problem for problem in problems)
-
-
-def test_commands_of_a_shell_snippet() -> None:
-    text = "# a remark\nmake demo   # two minutes\n\nls a \\\n  b\n"
-    assert Snippet("p", 7, "console", text).commands() == [Command("p", 8, "make demo"), Command("p", 10, "ls a b")]
-    (command,) = Snippet("p", 7, "console", "$ tide x\nrank 12 of\n34 ...\n").commands()
-    assert command == Command("p", 7, "tide x", "rank 12 of\n34 ...\n")
-    assert like(command.shown, "so:\nrank 1\nof 2 and more\n")
-    assert not like(command.shown, "rank one of 2 and more")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
