@@ -71,7 +71,7 @@ def loads_in_plain_transformers(rank, world, folder):
 def mistakes(rank, world, folder):
     """Mistake -> what its author is told. The last two are none: they work.
 
-    A misspelt class or option, FSDP1, a kind of sharding that FSDP2 has under another name, offloading and fp16 under
+    A misspelt class or option, FSDP1, a kind of sharding that FSDP2 has under another name, fp16 under
     ``strict``, evaluation before training, an optimizer of one's own, saving weights alone from shards, checkpointing
     asked for twice, bf16 on the CPU, a checkpoint that is not there.
     """
@@ -97,7 +97,6 @@ def mistakes(rank, world, folder):
         "checkpointing twice": lambda: make(fsdp=True, fsdp_config=twice, gradient_checkpointing=True),
         "bf16 without use_cpu": lambda: make(bf16=True),
         "hybrid": lambda: make(fsdp="hybrid_shard"),
-        "offload, strict": lambda: make(fsdp="full_shard offload").train(),
         "fp16, strict": lambda: make(fp16=True).train(),
         "no such checkpoint": lambda: make().train(resume_from_checkpoint=str(folder / "nowhere")),
         "evaluation on start": lambda: make(eval_strategy="no", eval_on_start=True).train().global_step,
@@ -171,7 +170,6 @@ def test_the_saved_model_loads_in_plain_transformers(outcomes):
         ("misspelt class", "did you mean 'LlamaDecoderLayer'?"),
         ("misspelt option", "unknown TIDE option 'timout_s'; did you mean 'timeout_s'?"),
         ("hybrid", "only available with FSDP1"),
-        ("offload, strict", "TIDE-F"),
         ("fp16, strict", "TIDE-F013"),
         ("FSDP1", "fsdp_config={'version': 2} in TrainingArguments"),
         ("evaluation first", "TrainingArguments(eval_on_start=True)"),

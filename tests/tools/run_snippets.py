@@ -63,6 +63,8 @@ class Runner:
     folder: Path
     gpu: bool
     outcomes: list[Outcome] = field(default_factory=list)
+    #: What was typed in the checkout before: a second page's same command is the same run.
+    in_checkout: dict[str, Outcome] = field(default_factory=dict)
 
     def project(self, page: str) -> Path:
         """The folder of a page, with the files of its reader."""
@@ -114,6 +116,10 @@ class Runner:
         if why := not_run(command):
             self.report(Outcome(where, command.text, not_run=why))
             return
+        if command.in_checkout and command.text in self.in_checkout:
+            first = self.in_checkout[command.text]
+            self.report(Outcome(where, f"{command.text} (as at {first.where})", first.error))
+            return
         for text in use_of(command.page, command.text).first:
             self.command(Command(command.page, command.line, text))
         text = command.text
@@ -128,7 +134,10 @@ class Runner:
             error = f"TIDE was not found\n{output}"
         elif command.shown and not like(command.shown, output):
             error = f"the page shows\n{command.shown}but it prints\n{output}"
-        self.report(Outcome(where, text, error, seconds=time.monotonic() - began))
+        outcome = Outcome(where, text, error, seconds=time.monotonic() - began)
+        if command.in_checkout:
+            self.in_checkout[command.text] = outcome
+        self.report(outcome)
 
     def _shell(self, text: str, folder: Path) -> tuple[int, str]:
         # A home of its own: what earlier runs cached there must not help.
@@ -253,6 +262,7 @@ def main() -> int:
         print("\n".join(problems), file=sys.stderr)
         return 2
     found = [s for s in found if s.language and (not args.pages or s.page in args.pages)]
+    found.sort(key=lambda s: args.pages.index(s.page) if args.pages else 0)
     if args.list:
         for s in found:
             for c in s.commands() if s.language in SHELL else [Command(s.page, s.line, s.language)]:
