@@ -27,7 +27,6 @@ from pathlib import Path
 from fresh_environment import ROOT, outside
 from snippet_readers import ACCELERATE, ACCELERATE_FILE, LIGHTNING, PACKAGE, TRANSFORMERS
 
-TIMEOUT_S = 120
 GOOD = re.compile(r"([1-9]\d*) of \1 groups accelerated")
 
 PLAIN = """\
@@ -111,7 +110,7 @@ class Launches:
 HEADER = f"{'door':14}{'launches':>9}  {'exit codes':22}{'not accelerated':>18}{'s a launch':>12}"
 
 
-def launch(door: Door, python: str, folder: Path) -> tuple[str, str]:
+def launch(door: Door, python: str, folder: Path, timeout_s: float) -> tuple[str, str]:
     """Start the door's script once; returns its exit code (or "timeout") and what it printed."""
     process = subprocess.Popen(
         [python, *shlex.split(door.command)],
@@ -125,14 +124,14 @@ def launch(door: Door, python: str, folder: Path) -> tuple[str, str]:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
+        output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return "timeout", process.communicate()[0]
     return str(process.returncode), output
 
 
-def launch_many(door: Door, times: int, python: str, result: Launches) -> None:
+def launch_many(door: Door, times: int, python: str, result: Launches, timeout_s: float = 300) -> None:
     """Start the door's script that many times, in one folder."""
     with tempfile.TemporaryDirectory() as tmp:
         for name, text in door.files.items():
@@ -141,7 +140,7 @@ def launch_many(door: Door, times: int, python: str, result: Launches) -> None:
             path.write_text(text)
         for _ in range(times):
             began = time.monotonic()
-            result.add(*launch(door, python, Path(tmp)))
+            result.add(*launch(door, python, Path(tmp), timeout_s))
             result.seconds += time.monotonic() - began
 
 
@@ -152,6 +151,7 @@ def main() -> int:
     add("--door", choices=[*DOORS, "all"], default="all", help="(default: all)")
     add("--times", type=int, default=30, help="launches of each door (default: 30)")
     add("--python", default=sys.executable, help="interpreter of the environment that has the package")
+    add("--timeout", type=float, default=300, help="seconds that a launch may take (default: 300)")
     args = parser.parse_args()
     if args.times < 1:
         parser.error(f"--times must be at least 1; got {args.times}")
@@ -164,7 +164,7 @@ def main() -> int:
     print(HEADER, flush=True)
     results = {name: Launches() for name in doors}
     for name, door in doors.items():
-        launch_many(door, args.times, args.python, results[name])
+        launch_many(door, args.times, args.python, results[name], args.timeout)
         print(results[name].row(name), flush=True)
     for name, result in results.items():
         if result.bad:
