@@ -14,11 +14,10 @@ from pathlib import Path
 
 import lightning as L
 import torch
-import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from tide_strategies import TideFSDPStrategy
-from tide_strategies.cli.demo_model import GPT, GPTConfig, Windows, library_text
+from tide_strategies.cli.demo_model import GPT, GPTConfig, Windows, library_text, next_byte_loss
 from tide_strategies.cli.demo_record import StepRecorder
 
 
@@ -29,17 +28,13 @@ class ByteGPT(L.LightningModule):
         super().__init__()
         self.model = GPT(config)
 
-    def loss(self, batch):
-        logits = self.model(batch[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-
     def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
+        loss = next_byte_loss(self.model, batch)
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
+        self.log("val_loss", next_byte_loss(self.model, batch), prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=6e-4, betas=(0.9, 0.95))

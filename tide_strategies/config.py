@@ -26,6 +26,13 @@ T = TypeVar("T")
 
 TOPOLOGY_ENV, PLAN_ENV = "TIDE_TOPOLOGY", "TIDE_PLAN"
 
+#: Bounds of ``chunk_bytes``: a wait per chunk costs more than moving so little; staging holds two chunks a peer.
+LEAST_CHUNK, MOST_CHUNK = 4096, 1 << 30
+#: Upper bounds of the other knobs, which no machine has a use for.
+_MOST = {"sum_ctas": 1024, "landing_ctas": 1024, "round_width": 1024, "passes": 64}
+#: Options that tune a reduce-scatter and change no bit of its result.
+KNOBS = ("chunk_bytes", *_MOST)
+
 #: About three years: what no clock behind a wait overflows at.
 MAX_TIMEOUT_S = 1e8
 
@@ -90,9 +97,7 @@ class ReduceScatterConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self, "reduce_scatter")
-        for name in ("sum_ctas", "landing_ctas", "round_width", "passes"):
-            _at_least(getattr(self, name), 1, f"reduce_scatter.{name}")
-        _at_least(self.chunk_bytes, 4096, "reduce_scatter.chunk_bytes")
+        _check_knobs(self, "reduce_scatter")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,13 +118,14 @@ class DebugConfig:
 
     Args:
         poison_slots: make vacated parameters read as NaN, so that a use after reshard is seen.
-        trace: keep a record of every collective call.
+        trace: folder into which each rank writes when its calls began and ended, for ``tide timeline --measured``;
+            empty takes the environment variable ``TIDE_TRACE``.
         autopsy: folder into which each rank writes what it awaited when it stops, for ``tide autopsy``; empty takes the
             environment variable ``TIDE_AUTOPSY``.
     """
 
     poison_slots: bool = False
-    trace: bool = False
+    trace: str = ""
     autopsy: str = ""
 
     def __post_init__(self) -> None:
@@ -128,20 +134,28 @@ class DebugConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PinnedPlan:
-    """A plan made by hand: which groups use which path. Nothing is measured.
+    """A plan made by hand: which groups use which path, and with which knobs. Nothing is measured.
 
     Args:
         default: path of the groups that nothing else names.
         tide: names of groups (module names as in the report, ``*`` matches any text) that use TIDE.
         stock: names of groups that keep stock collectives; they win over ``tide``.
+        sum_ctas, landing_ctas, round_width, chunk_bytes, passes: as of :class:`ReduceScatterConfig`; "auto" takes what
+            is stated there, or what the planner makes of the rates that it has for this kind of device.
     """
 
     default: Literal["tide", "stock"] = "tide"
     tide: tuple[str, ...] = ()
     stock: tuple[str, ...] = ()
+    sum_ctas: Auto | int = "auto"
+    landing_ctas: Auto | int = "auto"
+    round_width: Auto | int = "auto"
+    chunk_bytes: Auto | int = "auto"
+    passes: Auto | int = "auto"
 
     def __post_init__(self) -> None:
         _check_fields(self, "plan")
+        _check_knobs(self, "plan")
 
     def path(self, name: str) -> str:
         """The path of the group with this name."""
@@ -181,6 +195,17 @@ class TideConfig:
     def __post_init__(self) -> None:
         _check_fields(self, "")
         _above_zero(self.timeout_s, "timeout_s", MAX_TIMEOUT_S)
+        for name in KNOBS:
+            stated, pinned = getattr(self.reduce_scatter, name), getattr(self.plan, name, "auto")
+            if "auto" not in (stated, pinned) and stated != pinned:
+                raise TideConfigError(
+                    f"TIDE options 'reduce_scatter.{name}' and 'plan.{name}' are {stated} and {pinned}: state one"
+                )
+
+    def stated_knobs(self) -> dict[str, int]:
+        """The knobs that are no "auto", from the pinned plan or the options of the reduce-scatter."""
+        places = (self.reduce_scatter, self.plan) if isinstance(self.plan, PinnedPlan) else (self.reduce_scatter,)
+        return {n: v for place in places for n in KNOBS if type(v := getattr(place, n)) is int}
 
     @classmethod
     def from_any(cls, value: TideConfig | Mapping[str, Any] | None = None) -> TideConfig:
@@ -344,6 +369,15 @@ def _describe(hint: Any) -> str:
 def _at_least(value: Any, low: int, name: str) -> None:
     if value != "auto" and value < low:
         raise TideConfigError(f"TIDE option {name!r} must be at least {low}; got {value!r}")
+
+
+def _check_knobs(section: Any, name: str) -> None:
+    for knob in KNOBS:
+        value = getattr(section, knob)
+        low, high = (LEAST_CHUNK, MOST_CHUNK) if knob == "chunk_bytes" else (1, _MOST[knob])
+        _at_least(value, low, f"{name}.{knob}")
+        if value != "auto" and value > high:
+            raise TideConfigError(f"TIDE option '{name}.{knob}' must be at most {high}; got {value!r}")
 
 
 def _above_zero(value: float, name: str, most: float = sys.float_info.max) -> None:

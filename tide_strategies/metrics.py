@@ -10,6 +10,7 @@ from tide_strategies.report import TideReport
 METRICS = {
     "tide/collectives_ms": "milliseconds a step that the calling thread spent in collectives (CPU: all of it exposed)",
     "tide/wait_ms": "the part of it spent waiting for peers (CPU)",
+    "tide/exposed_ms": "milliseconds a step that computing waited for collectives (GPU: in sampled steps)",
     "tide/moved_mib": "MiB a step that this rank moved",
     "tide/all_gathers": "all-gathers a step",
     "tide/all_gathers_saved": "all-gathers a step that values still in a slot have saved",
@@ -20,6 +21,8 @@ METRICS = {
     "tide/arena_mib": "MiB of shared memory: on the CPU of all ranks of the host together",
 }
 _MIB = 2**20
+#: Totals beside the metrics: how many backwards there were, and of how many the exposed time is.
+_SAMPLED, _BACKWARDS = "sampled", "backwards"
 
 
 class StepMetrics:
@@ -49,6 +52,9 @@ class StepMetrics:
         before = {name: self._last.get(name, 0.0) for name in totals}
         grown = {name: value - before[name] if value >= before[name] else value for name, value in totals.items()}
         self._last = totals
+        sampled, backwards = grown.pop(_SAMPLED), grown.pop(_BACKWARDS)
+        if report.exposed is not None:  # of the mean sampled backward, for as many as a step has
+            grown["tide/exposed_ms"] *= backwards / sampled if sampled else 0.0
         per_step = {name: value / steps for name, value in grown.items()}
         tide = sum(g.path == "tide" for g in report.groups)
         return {
@@ -63,8 +69,12 @@ def _totals(report: TideReport) -> dict[str, float]:
     gathers = [g.all_gather for g in report.groups]
     reductions = [g.reduce_scatter for g in report.groups]
     both = [*gathers, *reductions]
+    seconds, exposed = sum(s.seconds for s in both), report.exposed
     return {
-        "tide/collectives_ms": sum(s.seconds for s in both) * 1e3,
+        "tide/collectives_ms": seconds * 1e3,
+        "tide/exposed_ms": (seconds if exposed is None else exposed.seconds) * 1e3,
+        _SAMPLED: float(exposed.sampled if exposed else 0),
+        _BACKWARDS: float(exposed.backwards if exposed else 0),
         "tide/wait_ms": sum(s.wait_seconds for s in both) * 1e3,
         "tide/moved_mib": sum(s.bytes for s in both) / _MIB,
         "tide/all_gathers": float(sum(s.calls for s in gathers)),

@@ -43,6 +43,11 @@ class GroupReport:
         parameters: number of parameters.
         unsharded_bytes: bytes of the group's landing.
         storage: "ring", "pinned" or "torch".
+        topology: nodes x ranks per node of the ranks that the group is sharded over, such as "2x4"; like the next three
+            empty on the stock path.
+        rail: what connects the nodes: "local" (memory that they share), "p2p" (messages), or "none" (one node).
+        schedule: "direct" (one node), "two-level" (several), or "lane" (several with one rank on each).
+        placement: why this topology and this rail, in words.
         calibration: what both paths took by themselves, in words; empty if they were not timed (``plan``).
     """
 
@@ -54,9 +59,55 @@ class GroupReport:
     parameters: int
     unsharded_bytes: int
     storage: Literal["ring", "pinned", "torch"]
+    topology: str = ""
+    rail: Literal["", "none", "local", "p2p"] = ""
+    schedule: Literal["", "direct", "two-level", "lane"] = ""
+    placement: str = ""
     calibration: str = ""
     all_gather: CollectiveStats = field(default_factory=CollectiveStats)
     reduce_scatter: CollectiveStats = field(default_factory=CollectiveStats)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExposedStats:
+    """How long computing waited for collectives on a GPU, in the backwards (with their forwards) that were sampled.
+
+    Args:
+        seconds: of the compute stream, in all samples that have been read.
+        sampled: how many these are.
+        backwards: how many there were.
+    """
+
+    seconds: float
+    sampled: int
+    backwards: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanReport:
+    """How the reduce-scatters of one process group are cut up and staffed, and what that was solved from.
+
+    Args:
+        ranks: of the process group.
+        groups: parameter groups on TIDE's path there.
+        knobs: by name, as the options of the reduce-scatter; a pinned plan may state them.
+        stated: names of the knobs that the options state.
+        source: of the rates: "measured", "cache", or "built in" for this kind of device.
+        rates: by name (``tide_strategies.planner.rates.Rates``), bytes/s and seconds.
+        words: the rates that matter, in words.
+    """
+
+    ranks: int
+    groups: int
+    knobs: dict[str, int]
+    stated: list[str]
+    source: str
+    rates: dict[str, Any]
+    words: str
+
+    def __str__(self) -> str:
+        knobs = ", ".join(f"{k} {v}{' (stated)' if k in self.stated else ''}" for k, v in self.knobs.items())
+        return f"plan of {self.groups} groups on {self.ranks} ranks: {knobs}; rates ({self.source}): {self.words}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,22 +119,46 @@ class TideReport:
         status: one line in words.
         arena_bytes: bytes of shared memory by part ("ring", "pinned", "staging", "control"), counted once a node.
         groups: one entry per parameter group, in module order.
+        plans: one entry per process group whose groups run on TIDE's path.
+        exposed: of GPU ranks; None on CPU ranks, where all of the collectives' time is exposed.
     """
 
     installed: bool
     status: str
     arena_bytes: dict[str, int] = field(default_factory=dict)
     groups: tuple[GroupReport, ...] = ()
+    plans: tuple[PlanReport, ...] = ()
+    exposed: ExposedStats | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dictionaries and lists (JSON-ready)."""
         return asdict(self)
+
+    def _placements(self) -> list[str]:
+        """A line for each way in which groups are placed; which groups, only if they differ."""
+        placed: dict[tuple[str, str, str, str], list[str]] = {}
+        for g in self.groups:
+            if g.topology:
+                placed.setdefault((g.topology, g.rail, g.schedule, g.placement), []).append(g.name)
+        return [
+            f"  nodes x ranks {topology}, rail {rail}, schedule {schedule} ({why})"
+            + (f": {', '.join(names)}" if len(placed) > 1 else "")
+            for (topology, rail, schedule, why), names in placed.items()
+        ]
 
     def __str__(self) -> str:
         lines = [f"TIDE: {self.status}"]
         if self.arena_bytes:
             parts = ", ".join(f"{k} {v / 2**20:.1f} MiB" for k, v in self.arena_bytes.items())
             lines.append(f"  shared memory of this node: {parts}")
+        lines += self._placements()
+        lines += [f"  {plan}" for plan in self.plans]
+        if self.exposed is not None and self.exposed.sampled:
+            exposed_ms = self.exposed.seconds / self.exposed.sampled * 1e3
+            lines.append(
+                f"  computing waited {exposed_ms:.3f} ms for collectives in a forward and backward "
+                f"(mean of {self.exposed.sampled} of {self.exposed.backwards})"
+            )
         for g in self.groups:
             ag, rs = g.all_gather, g.reduce_scatter
             lines.append(

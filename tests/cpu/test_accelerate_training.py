@@ -11,17 +11,42 @@ pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs a
 def equal_to_stock(rank, world, folder):
     import accelerate_jobs as jobs
     import torch
+    from accelerate.tracking import GeneralTracker
 
     from tide_strategies import TideFSDPPlugin
+    from tide_strategies.metrics import METRICS, StepMetrics
+
+    class Kept(GeneralTracker):
+        name, requires_logging_directory, tracker = "kept", False, None
+
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def log(self, values, step=None, **kwargs):
+            self.seen.append((step, values))
 
     jobs.environment(rank, world)
     results = {}
     for precision in ("no", "bf16"):
         options = {"mixed_precision": precision, "gradient_accumulation_steps": 2}
-        with_tide = jobs.Training(jobs.accelerator_with_tide(**options))
+        kept = Kept()
+        with_tide = jobs.Training(jobs.accelerator_with_tide(**options, log_with=[kept]))
+        with_tide.accelerator.init_trackers("tide")
         initial = with_tide.result()[0]
-        with_tide.run(4)
         plugin = with_tide.accelerator.state.fsdp_plugin
+        metrics = StepMetrics(plugin.tide_report)
+        with_tide.run(1)
+        metrics.collect(1)
+        with_tide.run(3)
+        with_tide.accelerator.log(metrics.collect(3), step=4)
+        if rank == 0:  # trackers are the main process's
+            ((step, logged),) = kept.seen
+            assert (step, logged.keys()) == (4, METRICS.keys())
+            assert (logged["tide/groups_tide"], logged["tide/reduce_scatters"]) == (4, 4), "of a step, not in all"
+            assert logged["tide/exposed_ms"] == logged["tide/collectives_ms"] > 0
+        else:
+            assert kept.seen == []
         report = plugin.tide_report()
         jobs.finish(with_tide)
         recomputing = TideFSDPPlugin(activation_checkpointing=True)

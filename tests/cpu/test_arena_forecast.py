@@ -13,7 +13,7 @@ from tide_strategies.cli.plan import arena_of_cpu_ranks
 from tide_strategies.fsdp2 import access
 from tide_strategies.fsdp2.describe import planner_groups
 from tide_strategies.planner import memory
-from tide_strategies.runtime.group import AUTO_CHUNK_BYTES
+from tide_strategies.planner.knobs import unmeasured
 from tide_strategies.topology import Topology
 
 #: Case -> options. Uneven sizes, groups that stay unsharded, another ring, another chunk, bf16, one group alone.
@@ -29,7 +29,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 #: With processes that stand for nodes.
-NODES = {"nodes": ({}, {"topology": {"nodes": 2, "gpus_per_node": 2}})}
+_TWO_BY_TWO = {"topology": {"nodes": 2, "gpus_per_node": 2}}
+NODES = {
+    "nodes": ({}, _TWO_BY_TWO),
+    "lane": ({"policy": BF16}, {"topology": {"nodes": 4, "gpus_per_node": 1}}),
+    "knobs": ({}, {**_TWO_BY_TWO, "reduce_scatter": {"passes": 3, "round_width": 1, "chunk_bytes": 8192}}),
+}
 
 
 def _job(rank: int, world: int, _: Any) -> dict[str, Any]:
@@ -38,11 +43,13 @@ def _job(rank: int, world: int, _: Any) -> dict[str, Any]:
         model = build(Case(name, **case), world)
         tide = apply_tide(model, {"plan": "tide", "timeout_s": 30, **options})
         model(batch(0, rank))
-        chunk = options.get("reduce_scatter", {}).get("chunk_bytes", AUTO_CHUNK_BYTES)
+        groups = planner_groups(access.param_groups(model))
+        topology = Topology(*options.get("topology", {"nodes": 1, "gpus_per_node": world}).values())
+        layouts = [g.layout(world) for g in groups]
         forecast = arena_of_cpu_ranks(
-            planner_groups(access.param_groups(model)),
-            Topology(*options.get("topology", {"nodes": 1, "gpus_per_node": world}).values()),
-            chunk_bytes=chunk,
+            groups,
+            topology,
+            knobs=unmeasured("cpu", topology, layouts, **options.get("reduce_scatter", {})),
             ring=memory.Ring(**options.get("all_gather", {})),
         )
         out[name] = (forecast, tide.report().arena_bytes)
@@ -65,6 +72,9 @@ def test_forecast_equals_what_is_allocated(job: list[dict[str, Any]], name: str)
 
 def test_forecast_equals_what_processes_that_stand_for_nodes_allocate() -> None:
     for result in launch(4, _job):
-        forecast, allocated = result["nodes"]
-        assert forecast == allocated
-        assert {"stage", "outbox", "inbox", "spare"} <= allocated.keys()
+        for forecast, allocated in result.values():
+            assert forecast == allocated
+            assert {"outbox", "inbox", "spare"} <= allocated.keys()
+        assert "stage" in result["nodes"][1]
+        assert not {"stage", "staging"} & result["lane"][1].keys()
+        assert result["knobs"] != result["nodes"], "passes need less memory, two generations more"

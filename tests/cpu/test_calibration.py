@@ -19,6 +19,7 @@ from tide_strategies import apply_tide
 from tide_strategies.config import TideConfig
 from tide_strategies.fsdp2 import calibration
 from tide_strategies.planner.calibrate import Measured, Timing
+from tide_strategies.planner.rates import CPU_PAIR, Rates
 
 CASE = Case("calibrated", blocks=3, steps=2, policy=BF16, frozen=True)
 
@@ -37,7 +38,7 @@ def _trained(rank: int, world: int, options: dict[str, Any] | None, hsdp: bool =
         report = tide.report()
         out["groups"] = {g.name: (g.path, g.code, g.calibration) for g in report.groups}
         out["calls"] = {g.name: (g.all_gather.calls, g.reduce_scatter.calls) for g in report.groups}
-        out["arena"] = report.arena_bytes
+        out["arena"], out["plans"] = report.arena_bytes, report.plans
         tide.close()
     return out
 
@@ -58,18 +59,21 @@ def _job(rank: int, world: int, folder: str) -> dict[str, Any]:
         out["files"] = [(f.name, stat.S_IMODE(f.stat().st_mode)) for f in files]
         out["cached"] = _trained(rank, world, _auto(folder))
         out["off"] = _trained(rank, world, _auto("off"))
-        slow = Measured(Timing(1.0, 1.0), Timing(0.5, 0.5), 1, 1)
-        fast = Measured(Timing(0.5, 0.5), Timing(1.0, 1.0), 1, 1)
-        with mock.patch.object(calibration, "_measure", lambda e, r, member, b: slow if "1" in member.name else fast):
-            out["some"] = _trained(rank, world, _auto("off"))
-        with mock.patch.object(calibration, "_measure", return_value=slow):
-            out["none"] = _trained(rank, world, _auto("off", strict=True))
-        with mock.patch.object(calibration, "_measure", return_value=None):
-            out["unknown"] = _trained(rank, world, _auto("off"))
+        with mock.patch.object(calibration, "measure_rates", return_value=None):  # nor rates, to save time
+            slow = Measured(Timing(1.0, 1.0), Timing(0.5, 0.5), 1, 1)
+            fast = Measured(Timing(0.5, 0.5), Timing(1.0, 1.0), 1, 1)
+            some = mock.patch.object(calibration, "_measure", lambda e, r, m, b: slow if "1" in m.name else fast)
+            with some:
+                out["some"] = _trained(rank, world, _auto("off"))
+            with mock.patch.object(calibration, "_measure", return_value=slow):
+                out["none"] = _trained(rank, world, _auto("off", strict=True))
+            with mock.patch.object(calibration, "_measure", return_value=None):
+                out["unknown"] = _trained(rank, world, _auto("off"))
+            if world == 4:
+                replica = rank // 2
+                with mock.patch.object(calibration, "_measure", return_value=slow if replica else fast):
+                    out["replicas"] = _trained(rank, world, _auto("off"), hsdp=True)
         if world == 4:
-            replica = rank // 2
-            with mock.patch.object(calibration, "_measure", return_value=slow if replica else fast):
-                out["replicas"] = _trained(rank, world, _auto("off"), hsdp=True)
             want = _trained(rank, world, None, hsdp=True)
             out["replicas"]["equal"] = _equal(out["replicas"], want)
             nodes = {"topology": "2x2"}
@@ -128,6 +132,42 @@ def test_what_was_measured_is_kept_for_the_user_alone_and_used_again(two: list[d
         assert measured == cached
 
 
+def test_knobs_are_solved_from_measured_rates_alike_on_all_ranks(
+    two: list[dict[str, Any]], four: list[dict[str, Any]]
+) -> None:
+    """The same, whether the rates were just measured or come from the cache; the report tells which, and the rates."""
+    for result in (*two, *four):
+        (measured,), (cached,) = result["measured"]["plans"], result["cached"]["plans"]
+        assert (measured.source, cached.source) == ("measured", "cache")
+        assert measured.rates == cached.rates
+        assert measured.knobs == cached.knobs
+        assert measured.knobs["chunk_bytes"] >= 4096
+        assert measured.stated == []
+        assert measured.rates["name"] == f"measured on 1x{measured.ranks} cpu ranks"
+        rates = Rates.from_dict(measured.rates)
+        assert 1e7 < rates.push < 1e12, "a copy is not faster than a memory, nor slower than a network"
+        assert f"push {rates.push / 1e9:.3g} GB/s" in str(measured)
+    for results in (two, four):
+        assert all(r["measured"]["plans"] == results[0]["measured"]["plans"] for r in results)
+    for result in four:
+        (plan,) = result["nodes"]["plans"]
+        assert plan.source == "measured"
+        rates = Rates.from_dict(plan.rates)
+        assert rates.name == "measured on 2x2 cpu ranks"
+        assert rates.rail != CPU_PAIR.rail
+        assert rates.land_cap != CPU_PAIR.land_cap
+        assert 0 < rates.round_wait_s != CPU_PAIR.round_wait_s
+        assert plan.knobs["round_width"] == 1, "one other node"
+
+
+def test_what_stock_keeps_has_no_plan(two: list[dict[str, Any]]) -> None:
+    for result in two:
+        assert result["none"]["plans"] == ()
+        (plan,) = result["some"]["plans"]
+        assert plan.source == "built in", "no rates could be told there"
+        assert plan.groups == sum(path == "tide" for path, *_ in result["some"]["groups"].values())
+
+
 def test_where_stock_is_faster_stock_runs_beside_tide(two: list[dict[str, Any]]) -> None:
     for result in two:
         groups = result["some"]["groups"]
@@ -172,6 +212,7 @@ def _spoiled(rank: int, world: int, folder: str) -> dict[str, Any]:
             "no json": "{",
             "other facts": json.dumps({**data, "facts": {**data["facts"], "torch": "0.1"}}),
             "hostile": json.dumps({**data, "groups": {k: {"tide": "rm -rf"} for k in data["groups"]}}),
+            "hostile rates": json.dumps({**data, "rates": {**data["rates"], "push": -1}}),
             "open to others": content,
         }
         for name, text in spoils.items():
@@ -192,10 +233,10 @@ def test_a_spoilt_cache_is_measured_anew(tmp_path: Path) -> None:
 
 def _never(rank: int, world: int, _: None) -> bool:
     """Gloo ends a process that gives it tensors on a GPU: there calibration must not even begin."""
-    member = mock.Mock(group=mock.Mock(device=torch.device("cuda")))
     with warnings_of_tide() as warned:
-        found = calibration.calibrate(dist.group.WORLD, [member, member], TideConfig())
-    return found == [None, None] and (len(warned) == 1 and "over gloo" in warned[0] if rank == 0 else warned == [])
+        found = calibration.Calibration(dist.group.WORLD, torch.device("cuda"), TideConfig())
+        nothing = found.rates() == (None, "") and found.groups([mock.Mock()] * 2, mock.Mock()) == [None, None]
+    return nothing and (len(warned) == 1 and "over gloo" in warned[0] if rank == 0 else warned == [])
 
 
 def test_stock_on_a_gpu_is_timed_over_nccl_alone() -> None:

@@ -20,15 +20,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tide_strategies import apply_tide
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.layout import GroupLayout, ParamShape
+from tide_strategies.planner.rates import CPU_PAIR
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.exchange import process_group_exchange
-from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, GroupCollectives, needed_memory
+from tide_strategies.runtime.group import GroupCollectives, needed_memory
 from tide_strategies.runtime.slots import SlotRing
 from tide_strategies.topology import Topology
 
 F32, B16 = torch.float32, torch.bfloat16
 ITEM = {F32: Item.F32, B16: Item.BF16}
 BITS = {F32: torch.int32, B16: torch.int16}
+#: What is staged at a time where nothing has been measured.
+CHUNK_BYTES = int(CPU_PAIR.chunk_cap)
 NAMES = {F32: "float32", B16: "bfloat16"}
 
 # One-row scalars, fewer rows than ranks (so empty shards), rows that do not divide, rows of one item, nothing at all,
@@ -96,7 +99,7 @@ def specials(size: Sequence[int], dtype: torch.dtype, rank: int, world: int) -> 
 
 @contextmanager
 def runtime(
-    rank: int, layout: GroupLayout, items: Sequence[Item], slots: int = 2, chunk_bytes: int = AUTO_CHUNK_BYTES
+    rank: int, layout: GroupLayout, items: Sequence[Item], slots: int = 2, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[GroupCollectives]:
     world = layout.ranks
     exchange = process_group_exchange(dist.group.WORLD, 30.0, "the test")
@@ -209,7 +212,7 @@ def _knobs(rank: int, world: int, out: dict[str, Any]) -> None:
     shards = [randoms((layout.shard_items(p),), F32, 77 * rank + p) for p in range(len(SIZES))]
     first: list[torch.Tensor] = []
     same = []
-    for chunk_bytes, slots in [(4096, 1), (65536, 2), (AUTO_CHUNK_BYTES, 3), (4096, 3), (65536, 1)]:
+    for chunk_bytes, slots in [(4096, 1), (65536, 2), (CHUNK_BYTES, 3), (4096, 3), (65536, 1)]:
         with runtime(rank, layout, [Item.F32] * len(SIZES), slots, chunk_bytes) as group:
             for _ in range(3):
                 result = [reduced(group, gradients, F32, world), *gathered(group, shards, B16)]

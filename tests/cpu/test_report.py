@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import stat
+import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +21,9 @@ from models import BF16, Case, build, train
 from torch.distributed.tensor import DTensor
 
 from tide_strategies import TideReport, apply_tide
+from tide_strategies.cli.main import main
 from tide_strategies.layout import LANDING_ALIGNMENT, align
+from tide_strategies.planner import measured
 from tide_strategies.report import CollectiveStats, GroupReport
 
 PAGE = 4096
@@ -39,11 +49,31 @@ def _expected(model: torch.nn.Module, world: int) -> dict[str, dict[str, int]]:
     return out
 
 
-def _report(rank: int, world: int, _: Any) -> dict[str, Any]:
+def _metered(handle: Any) -> list[tuple[str, str]]:
+    """Meter the groups as on a GPU: what is timed from here on, as (group, the function that it is in)."""
+    spans: list[tuple[str, str]] = []
+    for group in handle._installations[0].groups:
+
+        @contextlib.contextmanager
+        def around(name: str = group.name) -> Iterator[None]:
+            spans.append((name, sys._getframe(2).f_code.co_name))
+            yield
+
+        group.binding.meter = SimpleNamespace(around=around, finalized=lambda n=group.name: spans.append((n, "end")))
+    return spans
+
+
+def _report(rank: int, world: int, traces: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for cache in ("off", "turnaround"):
         model = build(CASE, world)
-        options = {"all_gather.cache": cache, "all_gather.slots": SLOTS, "reduce_scatter.chunk_bytes": CHUNK}
+        options: dict[str, Any] = {
+            "all_gather.cache": cache,
+            "all_gather.slots": SLOTS,
+            "reduce_scatter.chunk_bytes": CHUNK,
+        }
+        if cache == "turnaround":
+            options["debug.trace"] = traces
         handle = apply_tide(model, {"timeout_s": 30, "strict": True, **options})
         before = handle.report()
         assert (before.installed, before.groups, before.arena_bytes) == (False, (), {})
@@ -52,9 +82,11 @@ def _report(rank: int, world: int, _: Any) -> dict[str, Any]:
         train(model, CASE, rank)
         elapsed = time.perf_counter() - start
         report = handle.report()
+        assert report.exposed is None
+        spans = _metered(handle)
         out[cache] = {"report": report.to_dict(), "text": str(report), "elapsed": elapsed}
         train(model, CASE, rank)
-        out[cache]["again"] = handle.report().to_dict()
+        out[cache]["again"], out[cache]["spans"] = handle.report().to_dict(), spans
         assert report.to_dict() == out[cache]["report"], "a report does not change after it was made"
         out["expected"] = _expected(model, world)
         handle.close()
@@ -62,8 +94,13 @@ def _report(rank: int, world: int, _: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
-    return launch(2, _report)
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces") / "new"
+
+
+@pytest.fixture(scope="module")
+def results(traces: Path) -> list[dict[str, Any]]:
+    return launch(2, _report, str(traces))
 
 
 def test_calls_are_counted(results: list[dict[str, Any]]) -> None:
@@ -139,18 +176,73 @@ def test_counts_go_on_from_report_to_report(results: list[dict[str, Any]]) -> No
 def test_a_report_is_json_and_reads_well(results: list[dict[str, Any]]) -> None:
     for result in results:
         report, text = result["turnaround"]["report"], result["turnaround"]["text"]
-        assert json.loads(json.dumps(report)) == {**report, "groups": list(report["groups"])}
+        as_lists = {key: list(report[key]) for key in ("groups", "plans")}
+        assert json.loads(json.dumps(report)) == {**report, **as_lists}
         assert report["installed"] is True
         assert {g["storage"] for g in report["groups"] if g["name"] != ROOT} == {"ring"}
         assert report["groups"][0]["storage"] == "pinned"
         lines = text.splitlines()
         assert lines[0] == "TIDE: 5 of 5 groups accelerated"
         assert lines[1].startswith("  shared memory of this node: ")
-        assert len(lines) == 2 + len(report["groups"])
-        for line, g in zip(lines[2:], report["groups"], strict=True):
+        assert lines[2] == "  nodes x ranks 1x2, rail none, schedule direct (all ranks are on one host)"
+        (plan,) = report["plans"]
+        assert plan["knobs"]["chunk_bytes"] == CHUNK
+        assert lines[3].startswith(f"  plan of 5 groups on 2 ranks: chunk_bytes {CHUNK} (stated), sum_ctas 1, ")
+        assert "rates (built in): push 11.4 GB/s" in lines[3]
+        assert len(lines) == 4 + len(report["groups"])
+        for line, g in zip(lines[4:], report["groups"], strict=True):
             assert line.startswith(f"  {g['name']}: tide (TIDE-OK: eligible), {g['parameters']} parameters, ")
             assert f"{g['all_gather']['calls']} all-gathers ({g['all_gather']['reused']} saved)" in line
             assert f"{g['reduce_scatter']['calls']} reduce-scatters" in line
+
+
+def test_every_wait_of_computing_is_timed_where_there_are_events(results: list[dict[str, Any]]) -> None:
+    """As on a GPU, with a meter of the test's own: gathers awaited, gradients handed over, the end of the backward."""
+    for result in results:
+        spans = result["off"]["spans"]
+        for g in result["off"]["report"]["groups"]:
+            own = Counter(what for name, what in spans if name == g["name"])
+            assert own["wait_for_unshard"] == CASE.steps * (1 if g["name"] == ROOT else 2)
+            assert own["post_backward"] >= CASE.steps
+            assert own["finalize_backward"] == own["end"] >= CASE.steps
+
+
+def test_the_measured_timeline_has_every_call_of_every_rank(
+    results: list[dict[str, Any]], traces: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As many as were counted, taking as long as was counted; drawn as text, picture and trace."""
+    recordings = measured.read(traces)
+    assert sorted(r.rank for r in recordings) == [0, 1]
+    assert all(stat.S_IMODE(f.stat().st_mode) == 0o600 for f in traces.iterdir())
+    assert len({r.host for r in recordings}) == len({r.group for r in recordings}) == 1
+    for r in recordings:
+        assert r.missing == 0
+        groups = results[r.rank]["turnaround"]["again"]["groups"]
+        for g in groups:
+            label = f"all-gather of {g['name']!r}"
+            assert sum(c[0] == "copy" and c[1] == label for c in r.calls) == g["all_gather"]["calls"]
+            reductions = [c for c in r.calls if c[0] == "reduce-scatter" and f"of {g['name']!r} " in c[1]]
+            assert len(reductions) == g["reduce_scatter"]["calls"]
+            assert sum(c[5] for c in reductions) == g["reduce_scatter"]["bytes"]
+        seconds = sum(c[3] for c in r.calls)
+        counted = sum(g[kind]["seconds"] for g in groups for kind in ("all_gather", "reduce_scatter"))
+        assert seconds == pytest.approx(counted, abs=1e-6 * len(r.calls))
+        # One thing after another, in one thread.
+        ordered = sorted(r.calls, key=lambda c: c[2])
+        assert all(a[2] + a[3] <= b[2] + 1e-6 for a, b in itertools.pairwise(ordered))
+    # A gather that is complete has been copied by every rank: on one clock its copies begin before it ends.
+    spans = measured.aligned(recordings)
+    first = {r: next(s for s in spans if s.rank == r and s.stream == "copy") for r in (0, 1)}
+    done = next(s for s in spans if s.stream == "completion")
+    assert max(s.start for s in first.values()) < done.end
+    svg, trace = tmp_path / "t.svg", tmp_path / "t.json"
+    assert main(["timeline", "--measured", str(traces), "--svg", str(svg), "--trace", str(trace)]) == 0
+    assert f"{len(spans)} calls of 2 ranks" in capsys.readouterr().out
+    assert svg.read_text().count("<rect") == len(spans)
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(e["ph"] == "X" for e in events) == len(spans)
+    assert main(["timeline", "--measured", str(traces), "--window", "0:1000000", "--json"]) == 0
+    assert sum(e["ph"] == "X" for e in json.loads(capsys.readouterr().out)["traceEvents"]) == len(spans)
 
 
 def test_what_fell_back_is_told_with_its_remedy() -> None:

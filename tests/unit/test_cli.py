@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,6 @@ from tide_strategies.planner.calibrate import fingerprint
 from tide_strategies.planner.groups import Group, Model
 from tide_strategies.planner.rates import PAPER
 from tide_strategies.runtime.calls import CallBook
-from tide_strategies.runtime.cuda.group import auto_chunk_bytes
 from tide_strategies.topology import Topology
 
 Output = pytest.CaptureFixture[str]
@@ -215,7 +215,7 @@ def test_any_file_is_a_model_or_a_clear_refusal(tmp_path: Path, content: bytes) 
 
 def test_the_gpu_arena_counts_whole_granules() -> None:
     model = architectures.preset("wan2.2-14b")
-    chunk = auto_chunk_bytes(100 * 2**20)
+    chunk = 18 * 2**20
     arena = memory.arena_on_gpu(model.groups, 8, counters=100, chunk_bytes=chunk)
     assert all(n % memory.GPU_GRANULE == 0 for n in arena.values())
     assert arena["staging"] == 2 * 7 * chunk
@@ -401,3 +401,33 @@ def test_a_check_that_breaks_is_a_finding() -> None:
 
 def test_facts_of_another_machine_have_another_name() -> None:
     assert fingerprint({"a": "1"}) != fingerprint({"a": "2"})
+
+
+# --- the peak of a step ---------------------------------------------------------------------------------------
+
+
+def test_a_model_with_a_step_has_a_peak_on_any_device(capsys: Output) -> None:
+    """As the demo is planned; a torch without CUDA runs the step with CPU operators, and says so."""
+    for device in ("cpu", "cuda"):
+        words = ["tide_strategies.cli.demo_model:planned", "--gpus", "2", "--device", device, "--precision", "32-true"]
+        assert run("plan", *words, "--json") == 0
+        out = capsys.readouterr()
+        plan = json.loads(out.out)
+        peak, states = plan["peak"], plan["memory"]["states"] - plan["memory"]["gradients"]
+        assert peak["how"] == "dry run"
+        assert states + peak["forward"] + plan["arena"]["total"] // 2 < peak["tide"] < 3 * states
+        assert ("no CUDA" in out.err) == (device == "cuda" and not torch.backends.cuda.is_built())
+
+
+def test_stated_activations_bound_the_peak_and_nonsense_is_refused(capsys: Output) -> None:
+    assert run("plan", "wan2.2-14b", "--activations-gib", "20", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    memo = plan["memory"]
+    assert plan["peak"]["how"] == "bound"
+    assert plan["peak"]["tide"] == memo["states"] + memo["tide"] + 20 * 2**30
+    assert plan["peak"]["stock"] == memo["states"] + memo["stock"] + 20 * 2**30
+    assert run("plan", "wan2.2-14b") == 0
+    assert "--activations-gib" in capsys.readouterr().out
+    for bad in ("-1", "nan", "1e99"):
+        assert run("plan", "wan2.2-14b", "--activations-gib", bad) == 1
+        assert "--activations-gib must be" in capsys.readouterr().err

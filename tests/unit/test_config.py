@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tide_strategies.config import (
+    KNOBS,
     AllGatherConfig,
     CalibrationConfig,
     DebugConfig,
@@ -69,17 +70,17 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "all_gather.slots": ([1, 2, 64], [0, -1, 2.0, "auto", True]),
     "all_gather.cache": (["off", "turnaround", "microbatch"], ["on", True]),
     "reduce_scatter.mode": (["in_place", "slot_reuse"], ["inplace", None]),
-    "reduce_scatter.sum_ctas": (["auto", 1, 8], [0, "8", 1.5]),
+    "reduce_scatter.sum_ctas": (["auto", 1, 8, 1024], [0, "8", 1.5, 1025]),
     "reduce_scatter.landing_ctas": (["auto", 1, 8], [0, False]),
-    "reduce_scatter.round_width": (["auto", 1, 8], [-3, None]),
-    "reduce_scatter.chunk_bytes": (["auto", 4096, 1 << 20], [4095, 0, "64k"]),
-    "reduce_scatter.passes": (["auto", 1, 8], [0, "two"]),
+    "reduce_scatter.round_width": (["auto", 1, 8], [-3, None, 10**9]),
+    "reduce_scatter.chunk_bytes": (["auto", 4096, 1 << 20], [4095, 0, "64k", 2**30 + 1]),
+    "reduce_scatter.passes": (["auto", 1, 8], [0, "two", 65]),
     "rail": (["auto", "nccl_rma", "p2p", "local"], ["nccl", ""]),
     "calibration.cache": (["auto", "off", "/some/file.json"], [None, True, 3]),
     "calibration.budget_s": ([0.1, 2], [0, -1, float("nan"), "2s"]),
     "debug.poison_slots": ([True, False], [1, "on"]),
     "debug.autopsy": (["", "stopped"], [None, 1]),
-    "debug.trace": ([True, False], [None, "off"]),
+    "debug.trace": (["", "traced"], [None, True]),
 }
 
 
@@ -133,7 +134,8 @@ def test_wrong_values_are_refused_by_name(option: str, value: Any) -> None:
         ({"all_gather.slots": 0}, "'all_gather.slots' must be at least 1; got 0"),
         (
             {"plan": "fast"},
-            "'plan' must be 'auto' or 'tide' or 'stock' or a section with default, tide, stock; got 'fast' (str)",
+            "'plan' must be 'auto' or 'tide' or 'stock' or a section with default, tide, stock, sum_ctas, "
+            "landing_ctas, round_width, chunk_bytes, passes; got 'fast' (str)",
         ),
         ({"enabled": 1}, "'enabled' must be true or false; got 1 (int)"),
         ({"timeout_s": "5"}, "'timeout_s' must be a number; got '5' (str)"),
@@ -188,7 +190,7 @@ def test_nested_and_dotted_forms_mean_the_same_and_mix() -> None:
         all_gather=AllGatherConfig(slots=3, cache="off"),
         reduce_scatter=ReduceScatterConfig(chunk_bytes=8192),
         calibration=CalibrationConfig(budget_s=0.5),
-        debug=DebugConfig(trace=True),
+        debug=DebugConfig(trace="traced"),
     )
     nested = {
         "strict": True,
@@ -196,7 +198,7 @@ def test_nested_and_dotted_forms_mean_the_same_and_mix() -> None:
         "all_gather": {"slots": 3, "cache": "off"},
         "reduce_scatter": {"chunk_bytes": 8192},
         "calibration": {"budget_s": 0.5},
-        "debug": {"trace": True},
+        "debug": {"trace": "traced"},
     }
     dotted = {
         "strict": True,
@@ -206,7 +208,7 @@ def test_nested_and_dotted_forms_mean_the_same_and_mix() -> None:
         "all_gather.cache": "off",
         "reduce_scatter.chunk_bytes": 8192,
         "calibration.budget_s": 0.5,
-        "debug.trace": True,
+        "debug.trace": "traced",
     }
     mixed = {"all_gather.slots": 3, **nested, "all_gather": {"cache": "off"}}
     sections = {
@@ -226,8 +228,8 @@ def test_nested_and_dotted_forms_mean_the_same_and_mix() -> None:
     [
         {"topology": "2x2", "topology.nodes": 2},
         {"topology.nodes": 2, "topology": "2x2"},
-        {"debug": True, "debug.trace": True},
-        {"debug.trace": True, "debug": True},
+        {"debug": True, "debug.trace": "traced"},
+        {"debug.trace": "traced", "debug": True},
     ],
 )
 def test_a_value_and_a_section_of_one_name_contradict_each_other(mapping: dict[str, Any]) -> None:
@@ -397,3 +399,57 @@ def test_the_environment_decides_what_is_auto(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TIDE_PLAN", "fast")
     with pytest.raises(TideConfigError, match="environment variable TIDE_PLAN"):
         TideConfig.from_any(None)
+
+
+# ---- knobs of a pinned plan
+
+
+def test_a_pinned_plan_may_state_every_knob() -> None:
+    knobs = {"chunk_bytes": 8192, "sum_ctas": 4, "landing_ctas": 2, "round_width": 3, "passes": 2}
+    config = TideConfig.from_any({"plan": {"default": "tide", **knobs}})
+    assert config.stated_knobs() == knobs
+    assert TideConfig.from_any(json.loads(json.dumps(config.to_dict()))) == config
+    assert TideConfig().stated_knobs() == {}
+    mixed = TideConfig.from_any({"plan": {"passes": 2}, "reduce_scatter": {"chunk_bytes": 4096, "passes": 2}})
+    assert mixed.stated_knobs() == {"chunk_bytes": 4096, "passes": 2}
+    assert TideConfig.from_any({"plan.round_width": 2}).stated_knobs() == {"round_width": 2}
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"chunk_byte": 4096}, "unknown TIDE option 'plan.chunk_byte'; did you mean 'plan.chunk_bytes'?"),
+        ({"chunk_bytes": "64k"}, "'plan.chunk_bytes' must be 'auto' or a whole number; got '64k'"),
+        ({"chunk_bytes": 1}, "'plan.chunk_bytes' must be at least 4096; got 1"),
+        ({"chunk_bytes": 1 << 40}, f"'plan.chunk_bytes' must be at most {1 << 30}; got {1 << 40}"),
+        ({"sum_ctas": 0}, "'plan.sum_ctas' must be at least 1; got 0"),
+        ({"sum_ctas": 10**9}, "'plan.sum_ctas' must be at most 1024"),
+        ({"round_width": True}, "'plan.round_width' must be 'auto' or a whole number"),
+        ({"passes": 1000}, "'plan.passes' must be at most 64; got 1000"),
+    ],
+)
+def test_unknown_and_absurd_knobs_are_refused(plan: dict[str, Any], words: str) -> None:
+    with pytest.raises(TideConfigError) as refused:
+        TideConfig.from_any({"plan": plan})
+    assert words in str(refused.value)
+
+
+def test_a_knob_that_is_stated_twice_must_be_stated_alike() -> None:
+    with pytest.raises(TideConfigError, match=r"'reduce_scatter.passes' and 'plan.passes' are 2 and 3: state one"):
+        TideConfig.from_any({"plan": {"passes": 3}, "reduce_scatter.passes": 2})
+
+
+_ANYTHING = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6), st.lists(st.integers(), max_size=2)
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(["default", "tide", "stock", *KNOBS, "knobs", ""]), _ANYTHING, max_size=4))
+def test_any_pinned_plan_is_one_or_a_clear_refusal(plan: dict[str, Any]) -> None:
+    try:
+        config = TideConfig.from_any({"plan": plan})
+    except TideConfigError as e:
+        assert "plan" in str(e)  # noqa: PT017
+    else:
+        assert all(1 <= value <= 1 << 30 for value in config.stated_knobs().values())

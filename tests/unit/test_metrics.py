@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tide_strategies.metrics import METRICS, StepMetrics
-from tide_strategies.report import CollectiveStats, GroupReport, TideReport
+from tide_strategies.report import CollectiveStats, ExposedStats, GroupReport, TideReport
 
 
-def report(calls: int, path: str = "tide") -> TideReport:
+def report(calls: int, path: str = "tide", exposed: ExposedStats | None = None) -> TideReport:
     seconds = calls * 1e-3
     stats = CollectiveStats(calls=calls, seconds=seconds, wait_seconds=seconds / 2, bytes=calls << 20, reused=calls)
     group = GroupReport(
@@ -23,7 +23,7 @@ def report(calls: int, path: str = "tide") -> TideReport:
         all_gather=stats,
         reduce_scatter=stats,
     )
-    return TideReport(installed=True, status="", arena_bytes={"ring": 3 << 20}, groups=(group,))
+    return TideReport(installed=True, status="", arena_bytes={"ring": 3 << 20}, groups=(group,), exposed=exposed)
 
 
 def test_nothing_before_installation_then_differences() -> None:
@@ -33,11 +33,25 @@ def test_nothing_before_installation_then_differences() -> None:
     first = metrics.collect(2)
     assert first.keys() == METRICS.keys()
     assert (first["tide/all_gathers"], first["tide/collectives_ms"], first["tide/wait_ms"]) == (2, 4, 2)
+    assert first["tide/exposed_ms"] == first["tide/collectives_ms"], "all of it on the CPU"
     second = metrics.collect(3)
     assert (second["tide/all_gathers"], second["tide/moved_mib"], second["tide/all_gathers_saved"]) == (2, 4, 2)
     assert (second["tide/groups_tide"], second["tide/groups_stock"], second["tide/arena_mib"]) == (1, 0, 3)
     again = metrics.collect(1)
     assert (again["tide/all_gathers"], again["tide/groups_stock"]) == (2, 1), "a new installation begins at nothing"
+
+
+def test_exposed_time_on_gpus_is_that_of_the_sampled_backwards() -> None:
+    """Two of four backwards (two a step) were sampled, 30 ms in all: 15 ms each, 30 ms a step."""
+    reports = [
+        report(4, exposed=ExposedStats(seconds=0.01, sampled=1, backwards=2)),
+        report(8, exposed=ExposedStats(seconds=0.04, sampled=3, backwards=6)),
+        report(9, exposed=ExposedStats(seconds=0.04, sampled=3, backwards=7)),
+    ]
+    metrics = StepMetrics(lambda: reports.pop(0))
+    metrics.collect(1)
+    assert metrics.collect(2)["tide/exposed_ms"] == pytest.approx(30)
+    assert metrics.collect(1)["tide/exposed_ms"] == 0.0, "no sample since"
 
 
 def test_steps_must_be_there() -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,11 +17,11 @@ from hypothesis import strategies as st
 
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.planner.calibrate import (
+    Known,
     Measured,
     Timing,
     estimate,
     fingerprint,
-    fitted,
     folder,
     geometry,
     line,
@@ -30,65 +31,66 @@ from tide_strategies.planner.calibrate import (
     plain,
     store,
 )
-from tide_strategies.planner.rates import CPU_PAIR, H200_PAIR
+from tide_strategies.planner.rates import CPU_PAIR, Rates
 
 FACTS = {"torch": "2.13", "device": "cpu"}
 TABLE = {
     "a": Measured(Timing(1e-3, 2e-3), Timing(3e-3, 4e-3), 100, 50),
     "b": Measured(Timing(0.0, 0.0), Timing(1, 2), 10, 5),
 }
-CONTENT = json.dumps({"format": 1, "facts": FACTS, "groups": plain(TABLE)}).encode()
+KNOWN = Known(CPU_PAIR, TABLE)
+CONTENT = json.dumps({"format": 2, "facts": FACTS, **plain(KNOWN)}).encode()
 
 
 def test_what_is_stored_is_loaded_and_private(tmp_path: Path) -> None:
     where = tmp_path / "x" / "y"
-    assert load(where, FACTS) == ({}, "")
-    assert store(where, FACTS, TABLE) == ""
-    assert load(where, FACTS) == (TABLE, "")
+    assert load(where, FACTS) == (Known(), "")
+    assert store(where, FACTS, KNOWN) == ""
+    assert load(where, FACTS) == (KNOWN, "")
     assert stat.S_IMODE(where.stat().st_mode) == 0o700
     (file,) = where.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_other_facts_know_nothing(tmp_path: Path) -> None:
-    store(tmp_path, FACTS, TABLE)
+    store(tmp_path, FACTS, KNOWN)
     for changed in ({**FACTS, "torch": "2.14"}, {**FACTS, "gpu": "H200"}, {}):
         assert fingerprint(changed) != fingerprint(FACTS)
-        assert load(tmp_path, changed) == ({}, "")
+        assert load(tmp_path, changed) == (Known(), "")
     assert fingerprint(dict(reversed(FACTS.items()))) == fingerprint(FACTS)
 
 
 def test_a_file_that_others_can_write_or_a_link_is_refused(tmp_path: Path) -> None:
-    store(tmp_path, FACTS, TABLE)
+    store(tmp_path, FACTS, KNOWN)
     (file,) = tmp_path.iterdir()
     file.chmod(0o620)
-    table, words = load(tmp_path, FACTS)
-    assert table == {}
+    known, words = load(tmp_path, FACTS)
+    assert known == Known()
     assert "this user alone" in words
     file.chmod(0o600)
     target = tmp_path / "elsewhere"
     file.rename(target)
     file.symlink_to(target)
-    table, words = load(tmp_path, FACTS)
-    assert table == {}
+    known, words = load(tmp_path, FACTS)
+    assert known == Known()
     assert words
     file.unlink()
     os.mkfifo(file, 0o600)
-    assert load(tmp_path, FACTS)[0] == {}, "and a pipe does not block"
+    assert load(tmp_path, FACTS)[0] == Known(), "and a pipe does not block"
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    assert store(blocked, FACTS, TABLE)
-    assert store(blocked / "below", FACTS, TABLE)
+    assert store(blocked, FACTS, KNOWN)
+    assert store(blocked / "below", FACTS, KNOWN)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b"[" * 10**5, b"\xff", b"9" * (2 << 20), CONTENT[:-1]])
 def test_what_is_no_calibration_is_an_error_in_words(content: bytes) -> None:
     with pytest.raises((ValueError, RecursionError)):
         parse(content, FACTS)
-    assert parse(CONTENT, FACTS) == TABLE
+    assert parse(CONTENT, FACTS) == KNOWN
 
 
 values = st.one_of(
@@ -116,10 +118,11 @@ def test_any_value_put_anywhere_is_refused_or_harmless(path: tuple[Any, ...], va
     else:
         data = value
     try:
-        table = parse(json.dumps(data).encode(), FACTS)
+        known = parse(json.dumps(data).encode(), FACTS)
     except ValueError:
         return
-    for m in table.values():
+    assert known.rates is None or Rates.from_dict(known.rates.to_dict()) == known.rates
+    for m in known.groups.values():
         for t in (m.tide, m.stock):
             assert 0 <= t.all_gather_s <= 3600
             assert 0 <= t.reduce_scatter_s <= 3600
@@ -176,40 +179,27 @@ def test_the_folder_is_the_users_cache_unless_said(monkeypatch: pytest.MonkeyPat
         assert folder("auto") is None
 
 
-def test_rates_are_read_off_a_calibration(tmp_path: Path) -> None:
-    """Times made of known rates give these rates back; what is not told stays the base's."""
-    copy, sums, call = 10e9, 20e9, 1e-5
-    facts = {"device": "cpu", "ranks": "4", "processors": "a CPU x 8"}
-
-    def at(size: int) -> Measured:
-        reduce = call + 3 * size / copy + (4 * size + 4 * size // 2) / sums
-        return Measured(Timing(call + size / copy, reduce), Timing(1, 1), size, size // 2)
-
-    store(tmp_path, facts, {"a": at(10**6), "b": at(10**7)})
-    store(tmp_path, {**facts, "device": "cuda"}, TABLE)
-    found, table = newest(tmp_path, "cpu")
-    assert found == facts
-    rates = fitted(found, table, CPU_PAIR)
-    assert rates.local == pytest.approx(copy, rel=1e-6)
-    assert rates.sum_per_cta == pytest.approx(sums, rel=1e-4)
-    assert rates.call_s == pytest.approx(call, rel=1e-4)
-    assert (rates.name, rates.memory) == ("calibrated, a CPU x 8", CPU_PAIR.memory)
-    on_gpus = fitted({"device": "cuda", "ranks": "4", "gpu": "G x 4"}, {"a": at(10**6), "b": at(10**7)}, H200_PAIR)
-    assert on_gpus.push == pytest.approx(3 * copy, rel=1e-6)
-    assert on_gpus.sum_per_cta == H200_PAIR.sum_per_cta
-
-
-@pytest.mark.parametrize("ranks", ["1", "0", "-2", "two", None, 3.5])
-def test_rates_of_impossible_ranks_are_refused(ranks: Any) -> None:
-    with pytest.raises(ValueError, match="measured on"):
-        fitted({"device": "cpu", "ranks": ranks}, TABLE, CPU_PAIR)
+def test_the_latest_rates_of_a_kind_of_rank_are_found(tmp_path: Path) -> None:
+    older, newer = replace(CPU_PAIR, name="older"), replace(CPU_PAIR, name="newer")
+    for age, (facts, known) in enumerate(
+        [
+            ({"device": "cpu", "ranks": "3"}, Known(None, TABLE)),
+            ({"device": "cuda"}, Known(replace(CPU_PAIR, name="GPU"))),
+            ({"device": "cpu", "ranks": "2"}, Known(newer)),
+            (FACTS, Known(older)),
+        ]
+    ):
+        store(tmp_path, facts, known)
+        os.utime(tmp_path / f"{fingerprint(facts)}.json", (1e9 - age, 1e9 - age))
+    assert newest(tmp_path, "cpu") == newer
+    assert newest(tmp_path, "cuda").name == "GPU"
 
 
 def test_no_calibration_is_said(tmp_path: Path) -> None:
     for where in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ValueError, match="no calibration of cpu ranks"):
+        with pytest.raises(ValueError, match="no rates of cpu ranks"):
             newest(where, "cpu")
     (tmp_path / "x.json").write_text("[" * 100_000)
     (tmp_path / "y.json").write_text('{"facts": {"device": "cpu"}}')
-    with pytest.raises(ValueError, match="no calibration of cpu ranks"):
+    with pytest.raises(ValueError, match="no rates of cpu ranks"):
         newest(tmp_path, "cpu")

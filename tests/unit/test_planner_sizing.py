@@ -39,7 +39,7 @@ def test_one_node_has_no_rail_to_size_for() -> None:
     plan = solve(H200_PAIR, Topology(1, 2), 32 * MIB)
     assert (plan.rounds, plan.landing_ctas, plan.wire_s) == (0, 0, 0.0)
     # One bf16 contribution comes at 395 GB/s, so 790 GB/s of output; each output byte is 2 bytes read, wrote or both.
-    assert plan.sum_ctas == math.ceil(1.5 * 2 * 790 / 58)
+    assert plan.sum_ctas == 4 * math.ceil(2 * 790 / 58 / 4) == 28
 
 
 def test_the_papers_bounds_at_64_nodes() -> None:
@@ -78,6 +78,8 @@ def test_rates_survive_a_round_trip_and_refuse_the_rest() -> None:
         {**good, "call_s": -1},
         {**good, "multicast": 1},
         {**good, "name": None},
+        {**good, "chunk_cap": 4095},
+        {**good, "chunk_cap": 2**31},
     ):
         with pytest.raises(TideConfigError, match="rate"):
             Rates.from_dict(data)

@@ -253,6 +253,7 @@ def _environment() -> Iterator[Check]:
         ("TIDE_AUTOLOAD", "0: import torch does not announce TIDE to Lightning"),
         ("TIDE_ALLOW_UNKNOWN_TORCH", "1: an unknown torch is tried all the same"),
         ("TIDE_AUTOPSY", "folder for what each rank writes when it stops"),
+        ("TIDE_TRACE", "folder for when each call of each rank began and ended"),
         *((name, f"{value}: no multicast") for name, value in MULTICAST_SWITCHES.items()),
     ):
         if name in env:

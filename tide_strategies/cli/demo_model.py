@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +78,22 @@ class GPT(nn.Module):
             h = block(h)
         logits: Tensor = self.head(self.norm(h))
         return logits
+
+
+def planned() -> tuple[GPT, Callable[[nn.Module], Tensor]]:
+    """The demo's model and its step on a batch of four windows, for ``tide plan``."""
+
+    def step(model: nn.Module) -> Tensor:
+        windows = torch.zeros(4, GPTConfig().context + 1, dtype=torch.long)
+        return next_byte_loss(model, windows)
+
+    return GPT(), step
+
+
+def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
+    """Cross entropy (nats) of each byte of ``windows``, ``[batch, context + 1]`` int64, given those before it."""
+    logits = model(windows[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
 class Windows(Dataset[Tensor]):

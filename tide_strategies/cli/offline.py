@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 from tide_strategies.errors import TideConfigError
 from tide_strategies.fsdp2 import access
-from tide_strategies.fsdp2.describe import lazy_init_on_meta, planner_groups
+from tide_strategies.fsdp2.describe import group_numbers, lazy_init_on_meta, planner_groups
+from tide_strategies.fsdp2.footprint import Footprint, Step, dry_run
 from tide_strategies.integrations.sharding import policy_for_precision
 from tide_strategies.integrations.wrapping import plan_units
 from tide_strategies.planner.groups import Model
@@ -44,7 +45,16 @@ def imagined_job(ranks: int) -> Iterator[None]:
 
 
 def model_of(path: str) -> nn.Module:
-    """Call ``package.module:function`` on the meta device; modules are looked for in the current folder too.
+    """The model of :func:`built` on the meta device."""
+    with torch.device("meta"):
+        return built(path)[0]
+
+
+def built(path: str) -> tuple[nn.Module, Step | None]:
+    """Call ``package.module:function``; modules are looked for in the current folder too.
+
+    Returns:
+        The model, and the function that computes the loss of a step, if the function returns both.
 
     Raises:
         TideConfigError: it cannot be imported or called without arguments, or returns no module.
@@ -56,13 +66,15 @@ def model_of(path: str) -> nn.Module:
         target: Any = importlib.import_module(module_name)
         for part in name.split("."):
             target = getattr(target, part)
-        with torch.device("meta"):
-            model = target() if callable(target) else target
+        model = target() if callable(target) else target
     except Exception as e:  # the user's own code: whatever it raises is told in its words
         raise TideConfigError(f"cannot build a model from {path!r}: {type(e).__name__}: {e}") from e
+    step = None
+    if isinstance(model, tuple) and len(model) == 2 and callable(model[1]):
+        model, step = model
     if not isinstance(model, nn.Module):
-        raise TideConfigError(f"{path!r} gave {type(model).__name__}, not a torch.nn.Module")
-    return model
+        raise TideConfigError(f"{path!r} gave {type(model).__name__}, not a torch.nn.Module (nor one with a function)")
+    return model, step
 
 
 def sharded(model: nn.Module, ranks: int, precision: str) -> list[Any]:
@@ -83,10 +95,25 @@ def sharded(model: nn.Module, ranks: int, precision: str) -> list[Any]:
     return roots
 
 
-def planned(path: str, ranks: int, precision: str) -> Model:
-    """The planner's view of the model that ``path`` builds."""
+def planned(path: str, ranks: int, precision: str, device: str) -> tuple[Model, Footprint | None]:
+    """The planner's view of the model that ``path`` builds, and of a step, if it builds that as well."""
+    with torch.device("meta"):
+        module, step = built(path)
     with imagined_job(ranks):
-        roots = sharded(model_of(path), ranks, precision)
+        roots = sharded(module, ranks, precision)
         groups = [g for root in roots for g in access.param_groups(root)]
         itemsize = max(p.orig_dtype.itemsize for g in groups for p in g.fsdp_params)
-        return Model(path, planner_groups(groups), itemsize)
+        model, numbers = Model(path, planner_groups(groups), itemsize), group_numbers(groups)
+    if step is None:
+        return model, None
+    policy = policy_for_precision(precision)
+
+    def both() -> tuple[nn.Module, Step]:
+        made, own = built(path)
+        return made, own or step
+
+    if device == "cuda" and not torch.backends.cuda.is_built():
+        print("this torch has no CUDA: the step is run dry with the operators of CPUs", file=sys.stderr, flush=True)
+        device = "cpu"
+    reduced = (policy.reduce_dtype or policy.param_dtype or torch.float32).itemsize
+    return model, dry_run(both, numbers, ranks, dtype=policy.param_dtype, reduce_itemsize=reduced, device=device)

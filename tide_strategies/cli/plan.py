@@ -8,30 +8,32 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tide_strategies.cli.tables import gib, table, wrapped
-from tide_strategies.collectives.reduce_scatter import PIECE_ALIGNMENT
 from tide_strategies.config import parse_topology
 from tide_strategies.errors import TideConfigError
-from tide_strategies.layout import align
 from tide_strategies.planner import architectures, calibrate, memory, predict
 from tide_strategies.planner.groups import Group, Model
-from tide_strategies.planner.rates import NAMED, Rates
+from tide_strategies.planner.knobs import Knobs, choose
+from tide_strategies.planner.rates import NAMED, Rates, built_in
 from tide_strategies.planner.sizing import rounds_of, solve
 from tide_strategies.runtime.calls import CallBook
-from tide_strategies.runtime.cuda.group import auto_chunk_bytes, auto_sum_ctas
-from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, needed_memory
+from tide_strategies.runtime.group import needed_memory
 from tide_strategies.topology import Topology
+
+if TYPE_CHECKING:  # torch: only for a Python path
+    from tide_strategies.fsdp2.footprint import Footprint
 
 _ABOUT = f"""\
 MODEL is a preset ({", ".join(architectures.PRESETS)}), a Hugging Face config.json or the folder that
-holds one, or a Python path (package.module:function, where the function returns the model; needs torch and runs that
-function on the meta device). Examples:
+holds one, or a Python path (package.module:function; needs torch and runs that function on the meta device). The
+function returns the model, or the model and a function that computes the loss of one rank's batch: then the step is run
+dry as well, for its peak of memory. Examples:
 
   tide plan llama-3.1-70b --nodes 8 --gpus 8
   tide plan ./my-model/config.json --nodes 1 --gpus 8 --rates h200-pair --json
-  tide plan my_project.model:build --nodes 1 --gpus 2 --device cpu
+  tide plan tide_strategies.cli.demo_model:planned --gpus 2 --device cpu --precision 32-true
 
 On one node, memory is what this version's runtime allocates, to the byte, and times come from replaying the schedules
 that run. Across nodes, memory is the paper's closed form (section 5.4), and beyond 64 ranks times come from a stage
@@ -68,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(NAMED)}, calibrated (this machine's latest plan: auto), or a file of rates "
         "(default: paper, on CPUs cpu-pair)",
     )
+    add("--activations-gib", type=float, metavar="GIB", help="what a rank keeps of a forward, where MODEL has no step")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -75,9 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan and print."""
     stated = parse_topology(arguments.topology) if arguments.topology else None
     topology = Topology(stated.nodes, stated.gpus_per_node) if stated else Topology(arguments.nodes, arguments.gpus)
-    model = load_model(arguments.model, topology.ranks, arguments.precision, arguments.wrap)
+    model, footprint = load_model(arguments, topology.ranks)
     rates = load_rates(arguments.rates, arguments.device)
-    plan = make_plan(model, topology, rates, arguments)
+    plan = make_plan(model, topology, rates, arguments, footprint)
     print(json.dumps(plan, indent=1) if arguments.json else _words(plan))
     return 0
 
@@ -97,7 +100,7 @@ def load_rates(text: str | None, device: str) -> Rates:
         if where is None:
             raise TideConfigError("--rates calibrated: this user has no home to keep calibrations in")
         try:
-            return calibrate.fitted(*calibrate.newest(where, device), load_rates(None, device))
+            return calibrate.newest(where, device)
         except ValueError as e:
             raise TideConfigError(f"--rates calibrated: {e}; train with plan: auto first") from None
     try:
@@ -109,26 +112,36 @@ def load_rates(text: str | None, device: str) -> Rates:
         ) from None
 
 
-def load_model(text: str, ranks: int, precision: str, wrap: Any) -> Model:
-    """The model that MODEL names; torch is imported for a Python path only."""
-    itemsize, master = {"bf16-mixed": (2, 4), "bf16-true": (2, 2), "32-true": (4, 4)}[precision]
+def load_model(options: argparse.Namespace, ranks: int) -> tuple[Model, Footprint | None]:
+    """The model that MODEL names, and what its step holds if it has one; torch is imported for a Python path only."""
+    text, wrap = options.model, options.wrap
+    itemsize, master = {"bf16-mixed": (2, 4), "bf16-true": (2, 2), "32-true": (4, 4)}[options.precision]
     if Path(text).exists():
-        return architectures.from_file(Path(text), itemsize=itemsize, master_itemsize=master, wrap=wrap)
+        return architectures.from_file(Path(text), itemsize=itemsize, master_itemsize=master, wrap=wrap), None
     if ":" in text:
         from tide_strategies.cli.offline import planned
 
         print(f"building {text} on the meta device ...", file=sys.stderr, flush=True)
-        return planned(text, ranks, precision)
-    return architectures.preset(text, itemsize=itemsize, master_itemsize=master, wrap=wrap)
+        return planned(text, ranks, options.precision, options.device)
+    return architectures.preset(text, itemsize=itemsize, master_itemsize=master, wrap=wrap), None
 
 
-def make_plan(model: Model, topology: Topology, rates: Rates, options: argparse.Namespace) -> dict[str, Any]:
+def make_plan(
+    model: Model, topology: Topology, rates: Rates, options: argparse.Namespace, footprint: Footprint | None
+) -> dict[str, Any]:
     """Everything that is printed, as plain values: bytes, seconds, numbers."""
     itemsize = 4 if options.precision == "32-true" else 2
     output = 4 * max(g.layout(topology.ranks).output_items for g in model.groups)
-    kinds = _kinds(model, topology, rates, options.device)
+    # What the runtime will take: from what it measures, or from what is built in.
+    knobs = choose(
+        rates if options.rates else built_in(options.device),
+        topology,
+        [g.layout(topology.ranks) for g in model.groups],
+        options.device,
+    )
+    kinds = _kinds(model, topology, rates, options.device, knobs)
     largest = solve(rates, topology, max(output, 1))
-    arena, method = _arena(model, topology, largest.round_width, options)
+    arena, method = _arena(model, topology, largest.round_width, knobs, options)
     forecast = memory.step(model, topology, arena, mode=options.mode, itemsize=itemsize)
     depth = 0
     if topology.nodes > 1:
@@ -144,8 +157,10 @@ def make_plan(model: Model, topology: Topology, rates: Rates, options: argparse.
         "topology": {"nodes": topology.nodes, "local_ranks": topology.local_ranks, "ranks": topology.ranks},
         "rates": rates.to_dict(),
         "plan": {"mode": options.mode, "outbox_blocks": depth, **asdict(largest), "sum_ctas": kinds[0]["sum_ctas"]},
+        "knobs": knobs.to_dict(),
         "arena": {"bytes": arena, "total": sum(arena.values()), "method": method},
         "memory": {k: v for k, v in asdict(forecast).items() if k != "arena"},
+        "peak": _peak(forecast, topology, options, footprint),
         "groups": kinds,
         "step": {
             "all_gather_s": sum(k["all_gather_s"] * k["groups"] * (2 if k["resharded"] else 1) for k in kinds),
@@ -154,47 +169,58 @@ def make_plan(model: Model, topology: Topology, rates: Rates, options: argparse.
     }
 
 
-def _chunk_bytes(model: Model, ranks: int, device: str) -> int:
-    """What ``reduce_scatter.chunk_bytes: auto`` is for this model."""
-    if device == "cpu":
-        return AUTO_CHUNK_BYTES
-    layouts = [g.layout(ranks) for g in model.groups]
-    return auto_chunk_bytes(max(sum(x.shard_bytes(p) for p in range(len(x.params))) for x in layouts))
+def _peak(
+    forecast: memory.StepForecast, topology: Topology, options: argparse.Namespace, footprint: Footprint | None
+) -> dict[str, Any] | None:
+    """What a rank holds at the highest point of a step, as far as the step is known."""
+    total = sum(forecast.arena.values())
+    # CPU ranks share one arena, of which each has its part.
+    share = total // topology.ranks if options.device == "cpu" else total
+    if footprint is not None:
+        held = {"tide": footprint.tide, "stock": footprint.stock}
+        found = memory.peak_of_dry_run(forecast, share, **{k: max(n, footprint.optimizer) for k, n in held.items()})
+        return {**asdict(found), "forward": footprint.forward}
+    if options.activations_gib is None:
+        return None
+    if not 0 <= options.activations_gib < 2**20:
+        raise TideConfigError(f"--activations-gib must be from 0 to {2**20}; got {options.activations_gib}")
+    activations = int(options.activations_gib * 2**30)
+    return {**asdict(memory.peak_of_activations(forecast, share, activations)), "forward": activations}
 
 
 def arena_of_cpu_ranks(
-    groups: Sequence[Group], topology: Topology, *, chunk_bytes: int, ring: memory.Ring
+    groups: Sequence[Group], topology: Topology, *, knobs: Knobs, ring: memory.Ring
 ) -> dict[str, int]:
     """Bytes of shared memory by part that CPU ranks of one host will share, by the runtime's own counts."""
-    chunk_bytes = align(chunk_bytes, 2 * PIECE_ALIGNMENT)  # as fsdp2/connect.py
+    layouts = [g.layout(topology.ranks) for g in groups]
     return memory.arena_on_cpu(
         groups,
         topology,
         counters=CallBook(topology, len(groups) + ring.slots).counters,
-        reserved=needed_memory((g.layout(topology.ranks) for g in groups), topology, 0, chunk_bytes),
+        reserved=needed_memory(layouts, topology, 0, knobs.chunk_bytes, knobs.base_plan(topology)),
         ring=ring,
     )
 
 
-def _arena(model: Model, topology: Topology, width: int, options: argparse.Namespace) -> tuple[dict[str, int], str]:
+def _arena(
+    model: Model, topology: Topology, width: int, knobs: Knobs, options: argparse.Namespace
+) -> tuple[dict[str, int], str]:
     groups, ranks, ring = model.groups, topology.ranks, memory.Ring(slots=options.slots)
     if ranks == 1:
         return {}, "one rank has nobody to communicate with"
-    chunk_bytes = _chunk_bytes(model, ranks, options.device)
     if options.device == "cpu":
-        parts = arena_of_cpu_ranks(groups, topology, chunk_bytes=chunk_bytes, ring=ring)
+        parts = arena_of_cpu_ranks(groups, topology, knobs=knobs, ring=ring)
         return parts, "exact, shared by all ranks of one host"
     if topology.nodes > 1:
         parts = memory.arena_across_nodes(groups, topology, mode=options.mode, round_width=width, ring=ring)
         return parts, "closed form (paper, section 5.4), on each GPU"
     counters = CallBook(topology, len(groups) + ring.slots).counters
-    parts = memory.arena_on_gpu(groups, ranks, counters=counters, chunk_bytes=chunk_bytes, ring=ring)
+    parts = memory.arena_on_gpu(groups, ranks, counters=counters, chunk_bytes=knobs.chunk_bytes, ring=ring)
     return parts, "exact, on each GPU"
 
 
-def _kinds(model: Model, topology: Topology, rates: Rates, device: str) -> list[dict[str, Any]]:
+def _kinds(model: Model, topology: Topology, rates: Rates, device: str, knobs: Knobs) -> list[dict[str, Any]]:
     """Groups of equal shapes together, with sizes and predicted times."""
-    chunk_bytes = _chunk_bytes(model, topology.ranks, device)
     kinds: dict[Any, dict[str, Any]] = {}
     for group in model.groups:
         key = (group.params, group.resharded)
@@ -209,8 +235,8 @@ def _kinds(model: Model, topology: Topology, rates: Rates, device: str) -> list[
             layout,
             topology,
             one_memory=device == "cpu",
-            chunk_bytes=chunk_bytes,
-            sum_ctas=auto_sum_ctas(topology.ranks),
+            chunk_bytes=knobs.chunk_bytes,
+            sum_ctas=knobs.sum_ctas,
         )
         kinds[key] = {
             "first": group.name,
@@ -241,6 +267,7 @@ def _words(plan: dict[str, Any]) -> str:
         "",
         "Memory of one rank during a step, activations apart",
         _comparison(memo, plan["plan"]["mode"]),
+        *_peak_lines(plan["peak"]),
         "",
         "Collectives by themselves, predicted",
         table(["groups", "first", "unsharded", "all-gather ms", "reduce-scatter ms", "by"], _rows(plan["groups"])),
@@ -255,12 +282,13 @@ def _words(plan: dict[str, Any]) -> str:
 def _plan_lines(plan: dict[str, Any]) -> Iterable[str]:
     p = plan["plan"]
     yield f"Plan for the largest group ({p['mode']})"
+    chunks = f"chunks of {gib(plan['knobs']['chunk_bytes'])}"
     if plan["topology"]["nodes"] == 1:
-        yield f"  {p['sum_ctas']} thread blocks sum; one node has no rounds and no landings"
+        yield f"  {p['sum_ctas']} thread block(s) sum, in {chunks}; one node has no rounds and no landings"
         return
     yield (
         f"  {p['waves']} wave(s) in {p['rounds']} round(s) of up to {p['round_width']} transfers; "
-        f"{p['sum_ctas']} thread blocks sum, {p['landing_ctas']} land;"
+        f"{p['sum_ctas']} thread blocks sum, {p['landing_ctas']} land; {chunks};"
     )
     yield f"  {p['outbox_blocks']} outbox blocks a bank; {p['wire_s'] * 1e3:.2f} ms on the wire"
 
@@ -275,6 +303,20 @@ def _comparison(memo: dict[str, int], mode: str) -> str:
         ("FSDP2+SymmMem", gib(memo["symmetric"]), f"the same, {private}"),
     ]
     return table(["held", "size", "what"], rows)
+
+
+def _peak_lines(peak: dict[str, Any] | None) -> Iterable[str]:
+    if peak is None:
+        yield wrapped(
+            "A step's peak needs its activations: let MODEL give (model, function that computes a batch's loss), "
+            "or state --activations-gib."
+        )
+        return
+    how = "by a dry run of the step" if peak["how"] == "dry run" else "at most, with the activations stated"
+    yield wrapped(
+        f"Peak of a step on one rank, {how}: {gib(peak['tide'])} with TIDE, {gib(peak['stock'])} with stock FSDP2, "
+        f"{gib(peak['forward'])} of both kept by the forward."
+    )
 
 
 def _rows(kinds: list[dict[str, Any]]) -> list[tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""``tide timeline``: a collective's schedule in time, predicted by the simulator or taken from a profile."""
+"""``tide timeline``: a collective's schedule in time, predicted by the simulator or measured by a job's ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from tide_strategies.cli.plan import load_rates
 from tide_strategies.config import parse_topology
 from tide_strategies.errors import TideConfigError
-from tide_strategies.planner import predict, stages, timeline
+from tide_strategies.planner import measured, predict, stages, timeline
 from tide_strategies.planner.replay import Machine, Span
 from tide_strategies.planner.sizing import solve
 from tide_strategies.topology import Topology
@@ -18,11 +18,13 @@ from tide_strategies.topology import Topology
 _ABOUT = """\
 The schedules that executors run are replayed, operation by operation; beyond 64 ranks on several nodes it is the stage
 model (docs/simulator.md). In the terminal, # is work and . is waiting. --trace opens in https://ui.perfetto.dev or
-chrome://tracing. With --from, the picture is of what a torch profiler trace (export_chrome_trace) measured. Examples:
+chrome://tracing. With --measured, the picture is of a job that had TIDE_TRACE=DIR in its environment (or the option
+debug.trace); with --from, of what a torch profiler trace (export_chrome_trace) measured. Examples:
 
   tide timeline reduce-scatter --topology 1x4 --mib 32 --rates h200-pair
   tide timeline all-gather --topology 8x8 --mib 128 --svg ag.svg --trace ag.json
-  tide timeline --from profile.json --svg measured.svg
+  tide timeline --measured traced --window 2000:2100 --svg step.svg
+  tide timeline --from profile.json --svg profile.svg
 """
 
 
@@ -40,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="seed of the delays (default: 0)")
     add("--delay-us", type=float, default=0.0, help="delay every operation and signal by up to this (replays)")
     add("--from", dest="profile", type=Path, metavar="FILE", help="draw the TIDE ranges of a torch profiler trace")
+    add("--measured", type=Path, metavar="DIR", help="draw the calls that ranks noted there (debug.trace, TIDE_TRACE)")
+    add("--window", metavar="MS:MS", help="of a measured timeline: from and to, in milliseconds (default: all)")
     add("--svg", type=Path, metavar="FILE", help="write a picture")
     add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
     add("--json", action="store_true", help="print the trace instead of a picture")
@@ -48,7 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Simulate or read, then draw."""
     spans: Sequence[Span]
-    if arguments.profile is not None:
+    if arguments.measured is not None and arguments.profile is not None:
+        raise TideConfigError("--measured and --from name two timelines: give one of them")
+    if arguments.measured is not None:
+        spans, title = _of_ranks(arguments.measured, arguments.window)
+    elif arguments.window is not None:
+        raise TideConfigError("--window is for --measured")
+    elif arguments.profile is not None:
         spans, title = _measured(arguments.profile), f"TIDE in {arguments.profile}"
     else:
         spans, title = _predicted(arguments)
@@ -77,6 +87,28 @@ def _measured(file: Path) -> list[Span]:
     except (OSError, ValueError, RecursionError) as e:
         raise TideConfigError(f"cannot read a trace from {file}: {type(e).__name__}: {e}") from None
     return timeline.spans_of_profile(data)
+
+
+def _of_ranks(folder: Path, window: str | None) -> tuple[list[Span], str]:
+    recordings = measured.read(folder)
+    spans, missing = measured.aligned(recordings), sum(r.missing for r in recordings)
+    if not spans:
+        raise TideConfigError(f"the ranks that wrote into {folder} have made no call")
+    title = f"{len(spans)} calls of {len({r.rank for r in recordings})} ranks in {folder}"
+    title += f" ({missing} more had no room in the files)" if missing else ""
+    if window is None:
+        return spans, title
+    first, _, last = window.partition(":")
+    try:
+        bounds = (float(first) / 1e3, float(last) / 1e3)
+    except ValueError:
+        bounds = (0.0, 0.0)
+    if not 0 <= bounds[0] < bounds[1] < float("inf"):
+        raise TideConfigError(f"--window is two times in milliseconds, as in 100:250; got {window!r}")
+    spans = measured.within(spans, *bounds)
+    if not spans:
+        raise TideConfigError(f"nothing happened between {first} and {last} ms")
+    return spans, f"{title}, from {bounds[0] * 1e3:g} to {bounds[1] * 1e3:g} ms"
 
 
 def _predicted(arguments: argparse.Namespace) -> tuple[Sequence[Span], str]:

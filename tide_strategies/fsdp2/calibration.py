@@ -1,7 +1,8 @@
-"""Measure both paths of each parameter group before the first step, on the ranks and memory that will run it.
+"""What is measured before the first step: the machine's rates, and then both paths of each parameter group.
 
-Both run as they will in training: ours through the group's own path, stock's as FSDP2 does it (pack, gather, copy out;
-pack with upcast, reduce-scatter). Every number is the slowest rank's, so all ranks choose alike.
+Both paths run on the ranks and memory that will train, as they will in training: ours through the group's own path,
+stock's as FSDP2 does it (pack, gather, copy out; pack with upcast, reduce-scatter). Every number is the slowest rank's,
+so all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,10 @@ from tide_strategies.config import TideConfig
 from tide_strategies.fsdp2.access import unsharded_dtype
 from tide_strategies.fsdp2.connect import Member
 from tide_strategies.fsdp2.eligibility import REDUCIBLE
+from tide_strategies.fsdp2.probing import measure_rates
 from tide_strategies.planner import calibrate as plans
+from tide_strategies.planner.knobs import Knobs
+from tide_strategies.planner.rates import Rates
 from tide_strategies.runtime import bootstrap
 from tide_strategies.runtime.exchange import Exchange, exchange_json, process_group_exchange
 from tide_strategies.runtime.group import Tally
@@ -31,6 +36,8 @@ from tide_strategies.runtime.hosts import hosts_of
 
 _log = logging.getLogger("tide_strategies")
 
+#: Seconds that measuring rates may take, if the budget is that large.
+_MOST_FOR_RATES_S = 1.0
 #: Timed calls of each collective at first, and at most; a lead larger than this factor needs no more than the first.
 _FIRST, _MOST, _CLEAR = 3, 12, 1.25
 
@@ -60,54 +67,102 @@ class Calibrated:
         return f"{tide:.3f} ms a step with TIDE, {stock:.3f} ms with stock ({self.source})"
 
 
-def calibrate(ranks: dist.ProcessGroup, members: Sequence[Member], config: TideConfig) -> list[Calibrated | None]:
-    """Time both paths of connected groups, within ``calibration.budget_s``; None where stock cannot be timed.
+class Calibration:
+    """Of one process group: what its cache knows, what is measured in addition, and the keeping of both.
 
-    Collective. Calls leave no trace in the groups' tallies. At least one geometry is measured, whatever the budget.
+    Collective, as everything here is: all ranks of ``ranks`` do the same in the same order.
+
+    Args:
+        ranks: the process group.
+        device: its ranks' device.
+        config: the options.
     """
-    backend = _backend(ranks, members[0].group.device)
-    if members[0].group.device.type == "cuda" and backend != "nccl":
-        # Gloo does not refuse tensors on a GPU: its all-gather and reduce-scatter end the process.
-        if ranks.rank() == 0:
-            _log.warning(
-                "TIDE: stock collectives cannot be timed on GPUs over %s, so plan: auto uses TIDE; plan: tide says so "
-                "without this line",
-                backend,
-            )
-        return [None] * len(members)
-    exchange = process_group_exchange(ranks, config.timeout_s, "the calibration of collectives")
-    keys = [plans.geometry(m.layout, *_details(m.group)) for m in members]
-    facts = _facts(ranks, members[0].group.device, config)
-    hosts = hosts_of(exchange_json(exchange, bootstrap.host_identity()))
-    facts["hosts"] = str([len(host) for host in hosts])
-    where = plans.folder(config.calibration.cache)
-    known = _known(exchange, ranks.rank(), facts, where)
-    todo: dict[str, Member] = {}  # one group of each kind, the largest kinds first
-    for key, member in sorted(zip(keys, members, strict=True), key=lambda pair: -_shard_bytes(pair[1])):
-        if key not in known:
-            todo.setdefault(key, member)
-    fresh: plans.Table = {}
-    start = time.perf_counter()
-    if todo and ranks.rank() == 0:
-        _log.info("TIDE: timing %d kinds of parameter groups (at most %g s)", len(todo), config.calibration.budget_s)
-    try:
-        for number, (key, member) in enumerate(todo.items()):
-            left = config.calibration.budget_s - exchange_json(exchange, time.perf_counter() - start)[0]
-            if fresh and left <= 0:
-                break
-            measured = _measure(exchange, ranks, member, left / (len(todo) - number))
-            if measured is None:
-                return [None] * len(members)
-            fresh[key] = measured
-    finally:
-        _forget_calls(members)
-        if todo and members[0].group.device.type == "cuda":
-            torch.cuda.empty_cache()  # the model's first step finds the memory as if nothing had been measured
-    if fresh and where is not None and ranks.rank() == 0:
-        problem = plans.store(where, facts, {**known, **fresh})
-        if problem:
-            _log.warning("TIDE: the calibration could not be kept (%s)", problem)
-    return [_result(key, member, known, fresh) for key, member in zip(keys, members, strict=True)]
+
+    def __init__(self, ranks: dist.ProcessGroup, device: torch.device, config: TideConfig) -> None:
+        self._ranks, self._device, self._config = ranks, device, config
+        backend = _backend(ranks, device)
+        #: Whether stock's collectives can be timed, and with them anything.
+        self.possible = device.type != "cuda" or backend == "nccl"
+        if not self.possible:
+            # Gloo does not refuse tensors on a GPU: its all-gather and reduce-scatter end the process.
+            if ranks.rank() == 0:
+                _log.warning(
+                    "TIDE: stock collectives cannot be timed on GPUs over %s, so plan: auto uses TIDE; plan: tide says "
+                    "so without this line",
+                    backend,
+                )
+            return
+        self._exchange = process_group_exchange(ranks, config.timeout_s, "the calibration of collectives")
+        self._facts = _facts(ranks, device, config)
+        hosts = hosts_of(exchange_json(self._exchange, bootstrap.host_identity()))
+        self._facts["hosts"] = str([len(host) for host in hosts])
+        self._where, self._spent_s = plans.folder(config.calibration.cache), 0.0
+        self._known = _known(self._exchange, ranks.rank(), self._facts, self._where)
+
+    def rates(self) -> tuple[Rates | None, str]:
+        """The machine's rates and where they are from: "cache" or "measured"; None where they cannot be told."""
+        if not self.possible:
+            return None, ""
+        if self._known.rates is not None:
+            return self._known.rates, "cache"
+        if self._ranks.rank() == 0:
+            _log.info("TIDE: measuring rates of copies, sums, waits and rails (about a second)")
+        budget_s, start = min(self._config.calibration.budget_s / 2, _MOST_FOR_RATES_S), time.perf_counter()
+        found = measure_rates(self._exchange, self._ranks, self._device, self._config, budget_s)
+        self._spent_s = time.perf_counter() - start
+        if found is not None:
+            self._keep(replace(self._known, rates=found))
+        return found, "measured"
+
+    def groups(self, members: Sequence[Member], knobs: Knobs) -> list[Calibrated | None]:
+        """Time both paths of connected groups; None where stock cannot be timed.
+
+        Within what measuring rates has left of ``calibration.budget_s``, or half of it if that was more.
+
+        Calls leave no trace in the groups' tallies. At least one geometry is measured, whatever the budget.
+        """
+        if not self.possible:
+            return [None] * len(members)
+        known = self._known.groups
+        keys = [plans.geometry(m.layout, *_details(m.group), knobs) for m in members]
+        todo: dict[str, Member] = {}  # one group of each kind, the largest kinds first
+        for key, member in sorted(zip(keys, members, strict=True), key=lambda pair: -_shard_bytes(pair[1])):
+            if key not in known:
+                todo.setdefault(key, member)
+        fresh = self._measured(todo, members)
+        if fresh is None:
+            return [None] * len(members)
+        if fresh:
+            self._keep(replace(self._known, groups={**known, **fresh}))
+        return [_result(key, member, known, fresh) for key, member in zip(keys, members, strict=True)]
+
+    def _measured(self, todo: Mapping[str, Member], members: Sequence[Member]) -> plans.Table | None:
+        """Times of as many kinds of groups as the budget allows; None if stock cannot be timed."""
+        whole_s, fresh, start = self._config.calibration.budget_s, plans.Table(), time.perf_counter()
+        budget_s = max(whole_s - exchange_json(self._exchange, self._spent_s)[0], whole_s / 2)
+        if todo and self._ranks.rank() == 0:
+            _log.info("TIDE: timing %d kinds of parameter groups (at most %g s)", len(todo), budget_s)
+        try:
+            for number, (key, member) in enumerate(todo.items()):
+                left = budget_s - exchange_json(self._exchange, time.perf_counter() - start)[0]
+                if fresh and left <= 0:
+                    break
+                measured = _measure(self._exchange, self._ranks, member, left / (len(todo) - number))
+                if measured is None:
+                    return None
+                fresh[key] = measured
+        finally:
+            _forget_calls(members)
+            if todo and self._device.type == "cuda":
+                torch.cuda.empty_cache()  # the model's first step finds the memory as if nothing had been measured
+        return fresh
+
+    def _keep(self, known: plans.Known) -> None:
+        self._known = known
+        if self._where is not None and self._ranks.rank() == 0:
+            problem = plans.store(self._where, self._facts, known)
+            if problem:
+                _log.warning("TIDE: the calibration could not be kept (%s)", problem)
 
 
 def _result(key: str, member: Member, known: plans.Table, fresh: plans.Table) -> Calibrated | None:
@@ -119,18 +174,17 @@ def _result(key: str, member: Member, known: plans.Table, fresh: plans.Table) ->
     return None if found is None else Calibrated(found, "estimated", gathers)
 
 
-def _known(exchange: Exchange, rank: int, facts: dict[str, str], where: Any) -> plans.Table:
+def _known(exchange: Exchange, rank: int, facts: dict[str, str], where: Path | None) -> plans.Known:
     """What rank 0 has under these facts, if all ranks have the same facts."""
-    table: plans.Table = {}
+    known = plans.Known()
     if rank == 0 and where is not None:
-        table, problem = plans.load(where, facts)
+        known, problem = plans.load(where, facts)
         if problem:
             _log.warning("TIDE: what was calibrated before is not used (%s)", problem)
-    own = {"facts": facts, "groups": plans.plain(table)}
-    stated = exchange_json(exchange, own)
+    stated = exchange_json(exchange, {"facts": facts, **plans.plain(known)})
     if any(s.get("facts") != stated[0].get("facts") for s in stated):
-        return {}
-    return {key: plans.measured(entry) for key, entry in stated[0]["groups"].items()}
+        return plans.Known()
+    return plans.from_plain(stated[0])
 
 
 def _facts(ranks: dist.ProcessGroup, device: torch.device, config: TideConfig) -> dict[str, str]:

@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from tide_strategies.collectives.reduce_scatter import BANKS, PIECE_ALIGNMENT
-from tide_strategies.config import TideConfig, TopologyConfig
+from tide_strategies.collectives.reduce_scatter import BANKS
+from tide_strategies.config import TideConfig
 from tide_strategies.errors import TideConfigError
 from tide_strategies.fsdp2.cpu_path import CpuPath
-from tide_strategies.fsdp2.eligibility import shard_item
+from tide_strategies.fsdp2.eligibility import shard_item, stated_topology
 from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors
-from tide_strategies.layout import GroupLayout, align
-from tide_strategies.runtime import bootstrap
+from tide_strategies.layout import GroupLayout
+from tide_strategies.planner.knobs import Knobs, choose
+from tide_strategies.planner.rates import Rates, built_in
+from tide_strategies.runtime import bootstrap, trace
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.exchange import Exchange, exchange_json, process_group_exchange
-from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, GroupCollectives, needed_memory
-from tide_strategies.runtime.hosts import place
+from tide_strategies.runtime.group import GroupCollectives, needed_memory
+from tide_strategies.runtime.hosts import Placement, place
 from tide_strategies.runtime.rails.p2p import P2PRail, open_rail
 from tide_strategies.runtime.slots import Slot, SlotRing
 from tide_strategies.topology import Topology
 
 
 class Member(Protocol):
-    """A parameter group to connect; ``binding`` is set by doing so."""
+    """A parameter group to connect; ``binding`` and ``placement`` are set by doing so."""
 
     group: Any
     name: str
     layout: GroupLayout
     binding: GroupBinding | None
+    placement: Placement | None
 
 
 class AnyEngine(Protocol):
@@ -48,73 +51,107 @@ class AnyEngine(Protocol):
         """Release it."""
 
 
-def connect(ranks: dist.ProcessGroup, members: Sequence[Member], config: TideConfig) -> AnyEngine:
-    """Set up memory that ``ranks`` share and move ``members`` into it. Collective.
+def connect(
+    ranks: dist.ProcessGroup, members: Sequence[Member], config: TideConfig, rates: Rates | None = None
+) -> tuple[AnyEngine, Knobs]:
+    """Set up memory that ``ranks`` share and move ``members`` into it; also says which knobs were taken. Collective.
+
+    Knobs are solved from ``rates`` (None: built-in ones) where ``config`` states none.
 
     Raises:
         TideArenaError: on every rank alike, if that cannot be.
     """
     exchange = process_group_exchange(ranks, config.timeout_s, "setting up shared memory")
-    on_gpu = members[0].group.device.type == "cuda"
-    return (_connect_cuda if on_gpu else _connect_cpu)(exchange, ranks, members, config)
+    device = members[0].group.device.type
+
+    def knobs(topology: Topology) -> Knobs:
+        layouts = [m.layout for m in members]
+        return choose(rates or built_in(device), topology, layouts, device, config.stated_knobs())
+
+    return (_connect_cuda if device == "cuda" else _connect_cpu)(exchange, ranks, members, config, knobs)
 
 
-def _connect_cpu(exchange: Exchange, ranks: dist.ProcessGroup, members: Sequence[Member], config: TideConfig) -> Engine:
-    chunk_bytes = _chunk_bytes(config, AUTO_CHUNK_BYTES)
-    slots = len(members) + config.all_gather.slots
-    placement = place(exchange_json(exchange, bootstrap.host_identity()), stated_topology(config), config.rail)
+def cpu_engine(
+    exchange: Exchange, ranks: dist.ProcessGroup, config: TideConfig, slots: int
+) -> tuple[Engine, Placement]:
+    """An engine for CPU ranks, with the topology and the rail that the options and the hosts make. Collective.
+
+    Raises:
+        TideArenaError: on every rank alike, if that cannot be.
+    """
+    identities = exchange_json(exchange, bootstrap.host_identity())
+    placement = place(identities, stated_topology(config, ranks), config.rail)
     topology = placement.topology
     rail = _open_rail(exchange, ranks, topology, config.timeout_s) if placement.rail == "p2p" else None
-    engine = Engine(exchange, ranks.rank(), topology, slots=slots, timeout_s=config.timeout_s, rail=rail)
+    return Engine(exchange, ranks.rank(), topology, slots=slots, timeout_s=config.timeout_s, rail=rail), placement
+
+
+def _connect_cpu(
+    exchange: Exchange,
+    ranks: dist.ProcessGroup,
+    members: Sequence[Member],
+    config: TideConfig,
+    solve: Callable[[Topology], Knobs],
+) -> tuple[Engine, Knobs]:
+    engine, placement = cpu_engine(exchange, ranks, config, len(members) + config.all_gather.slots)
     try:
+        topology = engine.topology
+        knobs = solve(topology)
+        chunk_bytes, plan = knobs.chunk_bytes, knobs.base_plan(topology)
         homes = _homes(engine, members, config)
-        engine.reserve(needed_memory((m.layout for m in members), topology, ranks.rank(), chunk_bytes))
+        engine.reserve(needed_memory((m.layout for m in members), topology, ranks.rank(), chunk_bytes, plan))
+        engine.trace = trace.begin(config.debug.trace, exchange, dist.get_rank())
     except BaseException:
         engine.close()
         raise
     for member, home in zip(members, homes, strict=True):
         _reshard(member.group)
         items = [shard_item(p) for p in member.group.fsdp_params]
-        collectives = GroupCollectives(engine, member.name, member.layout, items, home, chunk_bytes)
+        collectives = GroupCollectives(engine, member.name, member.layout, items, home, chunk_bytes, plan)
         landings = landing_tensors(member.group, member.layout, collectives.landing.window)
         member.binding = GroupBinding(CpuPath(collectives), config.all_gather.cache)
+        member.placement = placement
         adopt(member.group, landings, member.binding)
-    return engine
+    return engine, knobs
 
 
 def _connect_cuda(
-    exchange: Exchange, ranks: dist.ProcessGroup, members: Sequence[Member], config: TideConfig
-) -> AnyEngine:
+    exchange: Exchange,
+    ranks: dist.ProcessGroup,
+    members: Sequence[Member],
+    config: TideConfig,
+    solve: Callable[[Topology], Knobs],
+) -> tuple[AnyEngine, Knobs]:
     from tide_strategies.fsdp2.cuda_path import CudaLanding, CudaPath, CudaStreams
+    from tide_strategies.fsdp2.device_trace import DeviceTrace
     from tide_strategies.runtime.cuda import group as cuda_group
     from tide_strategies.runtime.cuda.engine import CudaEngine
     from tide_strategies.runtime.cuda.sum_kernels import sum_kernels
 
-    size = ranks.size()
-    slices = [sum(s.itemsize * m.layout.shard_items(p) for p, s in enumerate(m.layout.params)) for m in members]
-    chunk_bytes = _chunk_bytes(config, cuda_group.auto_chunk_bytes(max(slices)))
+    topology = Topology(1, ranks.size())
+    knobs = solve(topology)
     device = torch.cuda.current_device()
     engine = CudaEngine(
         exchange,
         ranks.rank(),
-        Topology(1, size),
+        topology,
         device,
         slots=len(members) + config.all_gather.slots,
-        staging_bytes=BANKS * (size - 1) * chunk_bytes,
+        staging_bytes=BANKS * (topology.ranks - 1) * knobs.chunk_bytes,
         timeout_s=config.timeout_s,
     )
     try:
         homes = _homes(engine, members, config)
+        engine.trace = trace.begin(config.debug.trace, exchange, dist.get_rank())
+        device_trace = None if engine.trace is None else DeviceTrace(engine.trace)
     except BaseException:
         engine.close()
         raise
     streams = CudaStreams(torch.device("cuda", device))
-    ctas = config.reduce_scatter.sum_ctas
-    sum_ctas = cuda_group.auto_sum_ctas(size) if ctas == "auto" else ctas
     for member, home in zip(members, homes, strict=True):
         _reshard(member.group)
         collectives = cuda_group.CudaGroup(
-            engine, member.name, member.layout, home, chunk_bytes, sum_kernels(device), sum_ctas
+            engine, member.name, member.layout, home, knobs.chunk_bytes, sum_kernels(device), knobs.sum_ctas
         )
         window = collectives.landing.window
         landing = CudaLanding(
@@ -126,9 +163,10 @@ def _connect_cuda(
             if config.debug.poison_slots
             else None,
         )
-        member.binding = GroupBinding(CudaPath(collectives, streams, landing), config.all_gather.cache)
+        member.binding = GroupBinding(CudaPath(collectives, streams, landing, device_trace), config.all_gather.cache)
+        member.placement = Placement(engine.topology, "none", "GPU ranks of a group are one node")
         adopt(member.group, landing_tensors(member.group, member.layout, window), member.binding)
-    return engine
+    return engine, knobs
 
 
 def _open_rail(exchange: Exchange, ranks: dist.ProcessGroup, topology: Topology, timeout_s: float) -> P2PRail:
@@ -147,18 +185,6 @@ def _open_rail(exchange: Exchange, ranks: dist.ProcessGroup, topology: Topology,
             rail.close()
         raise
     return rail
-
-
-def stated_topology(config: TideConfig) -> Topology | None:
-    """The topology that the user states, if any: hosts are then not looked for, but nodes must be within them."""
-    stated = config.topology
-    return Topology(stated.nodes, stated.gpus_per_node) if isinstance(stated, TopologyConfig) else None
-
-
-def _chunk_bytes(config: TideConfig, auto: int) -> int:
-    stated = config.reduce_scatter.chunk_bytes
-    # Twice the alignment of pieces, so that chunks begin on multiples of 8 elements of either size (kernels/sum.py).
-    return auto if stated == "auto" else align(stated, 2 * PIECE_ALIGNMENT)
 
 
 def _reshard(group: Any) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from tide_strategies._native import cuda
+from tide_strategies.fsdp2.device_trace import DeviceTrace, span
 from tide_strategies.fsdp2.eligibility import REDUCIBLE
 from tide_strategies.runtime.cuda.engine import DeviceSlot
 from tide_strategies.runtime.cuda.group import CudaGroup
@@ -63,10 +64,17 @@ class CudaPath:
         collectives: the group's calls.
         streams: streams shared by the engine's groups.
         landing: views of the landing.
+        trace: notes when streams were busy with what; None notes nothing.
     """
 
-    def __init__(self, collectives: CudaGroup, streams: CudaStreams, landing: CudaLanding) -> None:
-        self.collectives, self.streams = collectives, streams
+    def __init__(
+        self,
+        collectives: CudaGroup,
+        streams: CudaStreams,
+        landing: CudaLanding,
+        trace: DeviceTrace | None = None,
+    ) -> None:
+        self.collectives, self.streams, self._trace = collectives, streams, trace
         self._landing = landing
         self._slot: DeviceSlot | None = None
         self._readable_event = torch.cuda.Event()
@@ -89,16 +97,19 @@ class CudaPath:
         vacated = self.streams.vacated.get(slot.index)
         if vacated is not None:
             stream.wait_event(vacated)
-        torch.cuda.set_stream(stream)
-        try:
-            with torch.no_grad():
-                torch._foreach_copy_(self._landing.own, list(shards))
-        finally:
-            torch.cuda.set_stream(current)
-        self.collectives.send(slot, stream.cuda_stream, versions)
+        label = f"all-gather of {self.collectives.name!r}"
+        with span(self._trace, label, self.collectives.sent_bytes, ("copy", stream)):
+            torch.cuda.set_stream(stream)
+            try:
+                with torch.no_grad():
+                    torch._foreach_copy_(self._landing.own, list(shards))
+            finally:
+                torch.cuda.set_stream(current)
+            self.collectives.send(slot, stream.cuda_stream, versions)
         completion = self.streams.completion
         cuda.order(stream.cuda_stream, completion.cuda_stream)
-        self.collectives.complete(completion.cuda_stream)
+        with span(self._trace, label, 0, ("completion", completion)):
+            self.collectives.complete(completion.cuda_stream)
         self._readable_event.record(completion)
         self._readable = False
         self.collectives.all_gathers.seconds += time.perf_counter() - start
@@ -112,7 +123,9 @@ class CudaPath:
     def wait(self) -> None:
         """Make the current stream wait until all shards are in the landing."""
         if not self._readable:
-            torch.cuda.current_stream(self.streams.device).wait_event(self._readable_event)
+            current = torch.cuda.current_stream(self.streams.device)
+            with span(self._trace, f"parameters of {self.collectives.name!r} awaited", 0, ("compute", current)):
+                current.wait_event(self._readable_event)
 
     def vacate(self) -> None:
         """Give the landing up once the current stream is through with it."""
@@ -153,16 +166,20 @@ class CudaPath:
     ) -> None:
         """Enqueue the reduction into ``output`` on the current stream (FSDP2's reduce-scatter stream)."""
         start = time.perf_counter()
-        current, push = torch.cuda.current_stream(self.streams.device).cuda_stream, self.streams.push.cuda_stream
+        summing = torch.cuda.current_stream(self.streams.device)
+        current, push = summing.cuda_stream, self.streams.push.cuda_stream
         cuda.order(current, push)
-        self.collectives.reduce_scatter(
-            params,
-            REDUCIBLE[gradients[0].dtype],
-            REDUCIBLE[output.dtype],
-            [g.data_ptr() for g in gradients],
-            output.data_ptr(),
-            divisor,
-            (push, current),
-        )
+        label = f"reduce-scatter of {self.collectives.name!r}"
+        nbytes = 0 if self._trace is None else sum(g.nbytes for g in gradients)
+        with span(self._trace, label, nbytes, ("push", self.streams.push), ("sum", summing)):
+            self.collectives.reduce_scatter(
+                params,
+                REDUCIBLE[gradients[0].dtype],
+                REDUCIBLE[output.dtype],
+                [g.data_ptr() for g in gradients],
+                output.data_ptr(),
+                divisor,
+                (push, current),
+            )
         cuda.order(push, current)  # the gradients have been read once this stream is past here
         self.collectives.reduce_scatters.seconds += time.perf_counter() - start

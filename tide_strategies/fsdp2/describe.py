@@ -22,6 +22,11 @@ def planner_groups(groups: Iterable[Any]) -> tuple[Group, ...]:
     )
 
 
+def group_numbers(groups: Iterable[Any]) -> dict[str, int]:
+    """The number of the group that each parameter is in, by the parameter's name."""
+    return {str(p._param_fqn): number for number, group in enumerate(groups) for p in group.fsdp_params}
+
+
 def lazy_init_on_meta(root: Any) -> None:
     """What FSDP2 does at the root's first forward, for a model that has no values: names, dtypes, roots.
 

@@ -20,7 +20,7 @@ from tide_strategies.errors import TideConfigError, TideFallbackError
 from tide_strategies.fsdp2 import access
 from tide_strategies.fsdp2.agreement import agree_on_options
 from tide_strategies.fsdp2.guards import check_torch
-from tide_strategies.report import TideReport
+from tide_strategies.report import ExposedStats, TideReport
 from tide_strategies.runtime import autopsy
 from tide_strategies.runtime.cuda.queues import request_queues
 
@@ -124,7 +124,20 @@ class TideHandle:
                 arena[part] = arena.get(part, 0) + nbytes
         fast = sum(g.path == "tide" for g in groups)
         status = f"{fast} of {len(groups)} groups accelerated"
-        return TideReport(installed=True, status=status, arena_bytes=arena, groups=tuple(groups))
+        plans = tuple(p for i in self._installations for p in i.plans)
+        return TideReport(
+            installed=True, status=status, arena_bytes=arena, groups=tuple(groups), plans=plans, exposed=self._exposed()
+        )
+
+    def _exposed(self) -> ExposedStats | None:
+        meters = [i.meter.stats() for i in self._installations if i.meter is not None]
+        if not meters:
+            return None
+        return ExposedStats(
+            seconds=sum(m.seconds for m in meters),
+            sampled=min(m.sampled for m in meters),
+            backwards=min(m.backwards for m in meters),
+        )
 
     def close(self) -> None:
         """Put stock FSDP2 back and release shared memory. Not between a forward and its backward. Idempotent."""

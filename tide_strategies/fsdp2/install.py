@@ -6,38 +6,44 @@ It runs once, at the root's first forward, when parameters, dtypes and the order
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tide_strategies.config import TideConfig
+from tide_strategies.config import KNOBS, PinnedPlan, TideConfig
 from tide_strategies.detect import OK, Verdict, fallback
 from tide_strategies.errors import TideArenaError, TideError, TideFallbackError
 from tide_strategies.fsdp2 import access
 from tide_strategies.fsdp2.agreement import agree_on_groups
-from tide_strategies.fsdp2.calibration import Calibrated, calibrate
+from tide_strategies.fsdp2.calibration import Calibrated, Calibration
 from tide_strategies.fsdp2.connect import AnyEngine, connect
 from tide_strategies.fsdp2.eligibility import group_verdict
+from tide_strategies.fsdp2.exposed import ExposedMeter
 from tide_strategies.fsdp2.param_group import GroupBinding, measure, restore
+from tide_strategies.fsdp2.probing import words
 from tide_strategies.layout import GroupLayout, ParamShape
-from tide_strategies.report import CollectiveStats, GroupReport
+from tide_strategies.planner.knobs import Knobs
+from tide_strategies.planner.rates import Rates, built_in
+from tide_strategies.report import CollectiveStats, GroupReport, PlanReport
 from tide_strategies.runtime.bootstrap import agree
 from tide_strategies.runtime.exchange import exchange_json, process_group_exchange
+from tide_strategies.runtime.hosts import Placement
 
 _log = logging.getLogger("tide_strategies")
 
 
 #: Options that change nothing on this kind of device, or nothing yet.
 _WITHOUT_EFFECT = {
-    "debug.trace",
     "all_gather.multicast",
     "reduce_scatter.landing_ctas",
-    "reduce_scatter.round_width",
-    "reduce_scatter.passes",
 }
-_WITHOUT_EFFECT_ON = {"cpu": {"reduce_scatter.mode", "reduce_scatter.sum_ctas"}, "cuda": {"rail"}}
+_WITHOUT_EFFECT_ON = {
+    "cpu": {"reduce_scatter.mode", "reduce_scatter.sum_ctas"},
+    "cuda": {"rail", "reduce_scatter.round_width", "reduce_scatter.passes"},
+}
 
 
 def options_without_effect(*devices: str) -> set[str]:
@@ -55,11 +61,13 @@ class InstalledGroup:
     layout: GroupLayout
     binding: GroupBinding | None = None
     calibrated: Calibrated | None = None
+    placement: Placement | None = None
 
     def report(self) -> GroupReport:
         """The group's entry in the report."""
         path = self.binding.path if self.binding is not None else None
         storage = "torch" if path is None else "pinned" if path.collectives.pinned else "ring"
+        place = self.placement if path is not None else None
         return GroupReport(
             name=self.name,
             path="stock" if path is None else "tide",
@@ -69,6 +77,10 @@ class InstalledGroup:
             parameters=len(self.layout.params),
             unsharded_bytes=self.layout.landing_bytes,
             storage=storage,  # type: ignore[arg-type]
+            topology=str(place.topology) if place else "",
+            rail=place.rail if place else "",
+            schedule=place.schedule if place else "",
+            placement=place.why if place else "",
             calibration=self.calibrated.words() if self.calibrated is not None else "",
             all_gather=CollectiveStats(**vars(self.binding.all_gathers)) if self.binding else CollectiveStats(),
             reduce_scatter=CollectiveStats(**vars(self.binding.reduce_scatters)) if self.binding else CollectiveStats(),
@@ -91,6 +103,9 @@ class Installation:
     def __init__(self, root: FSDPModule, config: TideConfig) -> None:
         self.config = config
         self.engines: list[AnyEngine] = []
+        self.meter: ExposedMeter | None = None
+        #: Of each engine.
+        self.plans: list[PlanReport] = []
         _check_materialised(root)
         access.lazy_init(root)
         groups = access.param_groups(root)
@@ -99,10 +114,7 @@ class Installation:
         try:
             for ranks, members in self._process_groups():
                 try:
-                    engine = self._connect(ranks, members)
-                    self.engines.append(engine)
-                    if config.plan == "auto":
-                        self._choose(ranks, members, engine)
+                    self._install(ranks, members)
                 except TideArenaError as e:  # raised on every rank alike
                     for installed in members:
                         installed.verdict = fallback(e.code, e)
@@ -114,6 +126,14 @@ class Installation:
             if installed.binding is None and installed.verdict.code not in ("TIDE-F015", "TIDE-F011"):
                 installed.binding = GroupBinding()
                 measure(installed.group, installed.binding)
+        self._meter_gpus()
+
+    def _meter_gpus(self) -> None:
+        bindings = [g.binding for g in self.groups if g.binding is not None and g.group.device.type == "cuda"]
+        if bindings:
+            self.meter = ExposedMeter(len(bindings))
+            for binding in bindings:
+                binding.meter = self.meter
 
     def close(self) -> None:
         """Put stock FSDP2 back and release the arenas."""
@@ -121,6 +141,7 @@ class Installation:
         for engine in self.engines:
             engine.close()
         self.engines.clear()
+        self.plans.clear()
 
     def _restore(self, groups: list[InstalledGroup]) -> None:
         for installed in groups:
@@ -153,13 +174,35 @@ class Installation:
                 out.setdefault(id(ranks), (ranks, []))[1].append(installed)
         return list(out.values())
 
-    def _connect(self, ranks: dist.ProcessGroup, members: list[InstalledGroup]) -> AnyEngine:
+    def _install(self, ranks: dist.ProcessGroup, members: list[InstalledGroup]) -> None:
+        """Connect ``members`` with the knobs that suit the machine, and keep those for which TIDE is not slower."""
+        if self.config.plan != "auto":
+            self._connect(ranks, members, None, "built in")
+            return
+        calibration = Calibration(ranks, members[0].group.device, self.config)
+        rates, source = calibration.rates()
+        if rates is None:
+            source = "built in"
+        knobs = self._connect(ranks, members, rates, source)
+        kept = self._choose(calibration.groups(members, knobs), members)
+        if len(kept) == len(members):
+            return
+        engine = self.engines.pop()
+        self.plans.pop()
+        self._restore(members)
+        engine.close()
+        if kept:
+            self._connect(ranks, kept, rates, source)
+
+    def _connect(
+        self, ranks: dist.ProcessGroup, members: list[InstalledGroup], rates: Rates | None, source: str
+    ) -> Knobs:
         """Move ``members`` into shared memory, on all of ``ranks`` or, with a TideArenaError on each, on none."""
         what = "moving the parameters into shared memory"
         exchange = process_group_exchange(ranks, self.config.timeout_s, what)
-        engine, error = None, None
+        engine, knobs, error = None, None, None
         try:
-            engine = connect(ranks, members, self.config)
+            engine, knobs = connect(ranks, members, self.config, rates)
         except TideError:
             raise
         except OSError as e:  # this rank's own: too little address space, too many open files
@@ -167,39 +210,52 @@ class Installation:
         try:
             agree(exchange, ranks.rank(), error, what, code="TIDE-F021")
             assert engine is not None
+            assert knobs is not None
         except BaseException:
             self._restore(members)
             if engine is not None:
                 engine.close()
             raise
-        return engine
+        self.engines.append(engine)
+        taken = rates or built_in(members[0].group.device.type)
+        self.plans.append(
+            PlanReport(
+                ranks=ranks.size(),
+                groups=len(members),
+                knobs=knobs.to_dict(),
+                stated=list(self.config.stated_knobs()),
+                source=source,
+                rates=taken.to_dict(),
+                words=words(taken),
+            )
+        )
+        return knobs
 
-    def _choose(self, ranks: dist.ProcessGroup, members: list[InstalledGroup], engine: AnyEngine) -> None:
-        """Keep the groups for which TIDE is not slower; the others go back to stock, on all ranks alike."""
-        for installed, calibrated in zip(members, calibrate(ranks, members, self.config), strict=True):
-            installed.calibrated = calibrated
+    def _choose(
+        self, calibrated: Sequence[Calibrated | None], members: Sequence[InstalledGroup]
+    ) -> list[InstalledGroup]:
+        """The groups for which TIDE is not slower, on all ranks alike; the others get their verdict."""
+        for installed, times in zip(members, calibrated, strict=True):
+            installed.calibrated = times
         ours = [g.calibrated is None or g.calibrated.ours for g in members]
         for group in access.mesh_groups(g.group.mesh_info.mesh for g in members):
             exchange = process_group_exchange(group, self.config.timeout_s, "the choice of collectives")
             ours = [all(choices) for choices in zip(*exchange_json(exchange, ours), strict=True)]
-        if all(ours):
-            return
         for installed, own in zip(members, ours, strict=True):
             if not own:
-                words = installed.calibrated.words() if installed.calibrated else "in another replica"
-                installed.verdict = fallback("TIDE-F026", words)
-        self._restore(members)
-        self.engines.remove(engine)
-        engine.close()
-        kept = [g for g in members if g.verdict.ok]
-        if kept:
-            self.engines.append(self._connect(ranks, kept))
+                why = installed.calibrated.words() if installed.calibrated else "in another replica"
+                installed.verdict = fallback("TIDE-F026", why)
+        return [g for g in members if g.verdict.ok]
 
     def _decide(self) -> None:
         """Warn once about options without effect and about fallbacks, or raise for fallbacks under ``strict``."""
         devices = {g.group.device.type for g in self.groups}
         idle = options_without_effect(*devices)
         unused = [name for name in self.config.changed() if name in idle]
+        if isinstance(self.config.plan, PinnedPlan):
+            unused += [
+                f"plan.{k}" for k in KNOBS if f"reduce_scatter.{k}" in idle and getattr(self.config.plan, k) != "auto"
+            ]
         if unused and dist.get_rank() == 0:
             _log.warning("TIDE: these options have no effect on %s ranks: %s", "/".join(devices), ", ".join(unused))
         # What the user asked for (plan: stock), or plan: auto has chosen, is no fallback.

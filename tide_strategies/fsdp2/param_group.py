@@ -22,6 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from tide_strategies.detect import fallback
 from tide_strategies.errors import TideError
 from tide_strategies.fsdp2.access import unsharded_dtype
+from tide_strategies.fsdp2.exposed import ExposedMeter, around
 from tide_strategies.fsdp2.path import Path
 from tide_strategies.fsdp2.reduce import dispatch, rebind
 from tide_strategies.layout import GroupLayout
@@ -65,6 +66,13 @@ class GroupBinding:
         self.edit_noted = False
         #: The landing's parameters are done with, and it is kept for the gradients until they have been reduced.
         self.held = False
+        #: On GPUs: of the installation, once all of its groups are known.
+        self.meter: ExposedMeter | None = None
+
+    def finalized(self) -> None:
+        """The group is through with a backward."""
+        if self.meter is not None:
+            self.meter.finalized()
 
     def let_go(self) -> None:
         """Vacate a landing that was held for gradients, after what precedes on the current stream."""
@@ -138,7 +146,7 @@ class TideParamGroup(FSDPParamGroup):
             return
         if self._training_state == _TrainingState.FORWARD:
             self._release_stock_neighbour()
-        with _span("TIDE::all_gather_wait", self):
+        with _span("TIDE::all_gather_wait", self), around(self._tide.meter):
             self._path.wait()
         for param in self.fsdp_params:
             param.init_unsharded_param()
@@ -150,7 +158,8 @@ class TideParamGroup(FSDPParamGroup):
         """As torch, with :func:`dispatch` for ``foreach_reduce``."""
         # FSDP2 calls this for every group in every backward, used or not, so all ranks note the same.
         self._tide.accumulated |= not self.reduce_grads
-        _post_backward(self, *unused)
+        with around(self._tide.meter):
+            _post_backward(self, *unused)
         self._tide.let_go()  # if there was nothing to reduce, or stock collectives did
         if self.reduce_grads:
             self._tide.accumulated = False
@@ -158,7 +167,9 @@ class TideParamGroup(FSDPParamGroup):
     def finalize_backward(self) -> None:
         """As torch, after giving back a landing that was gathered into but never waited for (a wrong prefetch)."""
         self._drop_pending()
-        super().finalize_backward()
+        with around(self._tide.meter):
+            super().finalize_backward()
+        self._tide.finalized()
 
     def _reset_iter_state(self) -> None:
         self._drop_pending()
@@ -260,10 +271,20 @@ class MeasuredParamGroup(FSDPParamGroup):
         if self._all_gather_result is None:
             return
         start = time.perf_counter()
-        super().wait_for_unshard()
+        with around(self._tide.meter):
+            super().wait_for_unshard()
         self._tide.all_gathers.seconds += time.perf_counter() - start
 
-    post_backward = _post_backward
+    def post_backward(self, *unused: Any) -> None:
+        """As torch, with :func:`dispatch` for ``foreach_reduce``."""
+        with around(self._tide.meter):
+            _post_backward(self, *unused)
+
+    def finalize_backward(self) -> None:
+        """Torch's own, timed."""
+        with around(self._tide.meter):
+            super().finalize_backward()
+        self._tide.finalized()
 
 
 def adopt(group: Any, landings: Sequence[torch.Tensor], binding: GroupBinding) -> None:

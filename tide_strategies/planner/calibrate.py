@@ -1,8 +1,8 @@
-"""Calibration: which path is faster for each group, kept under a fingerprint of everything that it depends on.
+"""Calibration: what is known of a machine and of each group's two paths, and the cache that keeps it.
 
-Measuring is ``fsdp2/calibration.py``'s; here are the choice, the fitted rates, and the cache. The cache is one JSON
-file per fingerprint in the user's cache folder, mode 0600. It is parsed as data, believed only if it is the user's own
-and holds exactly what is expected, and otherwise measured anew.
+Measuring is ``fsdp2/calibration.py``'s and ``fsdp2/probing.py``'s. The cache is one JSON file per fingerprint of
+everything that times depend on, in the user's cache folder, mode 0600. It is parsed as data, believed only if it is the
+user's own and holds exactly what is expected, and otherwise measured anew.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import os
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tide_strategies.layout import GroupLayout
 from tide_strategies.planner.rates import Rates
 
-FORMAT = 1
+FORMAT = 2
 #: A larger file is none of ours.
 _MAX_BYTES = 1 << 20
 #: No collective takes longer than this; what says so is not believed.
@@ -63,6 +63,14 @@ class Measured:
 
 #: Geometry key -> what was measured.
 Table = dict[str, Measured]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What has been measured under some facts: the machine's rates (None: not yet), and groups."""
+
+    rates: Rates | None = None
+    groups: Table = field(default_factory=dict)
 
 
 def geometry(layout: GroupLayout, *details: object) -> str:
@@ -135,20 +143,20 @@ def fingerprint(facts: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:32]
 
 
-def load(where: Path, facts: Mapping[str, str]) -> tuple[Table, str]:
+def load(where: Path, facts: Mapping[str, str]) -> tuple[Known, str]:
     """What is known under exactly these facts, and why nothing is, in words (empty if there is just no file)."""
     file = where / f"{fingerprint(facts)}.json"
     content, problem = _read(file)
     if content is None:
-        return {}, problem
+        return Known(), problem
     try:
         return parse(content, facts), ""
     except (ValueError, RecursionError) as e:
-        return {}, f"{file}: {e}"
+        return Known(), f"{file}: {e}"
 
 
-def newest(where: Path, device: str) -> tuple[dict[str, str], Table]:
-    """Facts and table of the latest calibration of ranks on ``device`` ("cpu" or "cuda").
+def newest(where: Path, device: str) -> Rates:
+    """The rates of the latest calibration of ranks on ``device`` ("cpu" or "cuda").
 
     Raises:
         ValueError: there is none that can be read; in words.
@@ -160,44 +168,12 @@ def newest(where: Path, device: str) -> tuple[dict[str, str], Table]:
         try:
             facts = json.loads(content or b"").get("facts")
             if isinstance(facts, dict) and facts.get("device") == device and file.stem == fingerprint(facts):
-                return facts, parse(content or b"", facts)
+                rates = parse(content or b"", facts).rates
+                if rates is not None:
+                    return rates
         except (ValueError, AttributeError, RecursionError) as e:
             problems = f"{file}: {e}"
-    raise ValueError(f"no calibration of {device} ranks in {where}{f' ({problems})' if problems else ''}")
-
-
-def fitted(facts: Mapping[str, str], table: Table, base: Rates) -> Rates:
-    """The machine's rates as far as its calibration tells them; what it does not tell is ``base``'s.
-
-    From the all-gathers: a call's fixed cost, and the rate of copies. From the reduce-scatters of CPU ranks, which push
-    and sum in one thread: the rate of sums (on GPUs both run side by side, so the slower hides the other).
-
-    Raises:
-        ValueError: fewer than two sizes were measured, or on fewer than two ranks.
-    """
-    stated, one_memory = str(facts.get("ranks")), facts.get("device") == "cpu"
-    if not stated.isdecimal() or int(stated) < 2:
-        raise ValueError(f"measured on {stated} ranks")
-    ranks = int(stated)
-    call_s, gathered = line([(float(m.shard_bytes), m.tide.all_gather_s) for m in table.values()])
-    copies = gathered if one_memory else gathered * (ranks - 1)
-    found = replace(
-        base,
-        name=f"calibrated, {facts.get('gpu') or facts.get('processors')}",
-        call_s=call_s,
-        push=copies,
-        intake=base.intake if base.multicast else copies,
-    )
-    if not one_memory:
-        return found
-    sums = [s for m in table.values() if m.items and (s := _sum_rate(m, ranks, copies, call_s)) is not None]
-    return replace(found, local=copies, sum_per_cta=max(sums, default=base.sum_per_cta))
-
-
-def _sum_rate(m: Measured, ranks: int, copies: float, call_s: float) -> float | None:
-    """Bytes read and written by the sum, per second that a reduce-scatter took beside pushing."""
-    seconds = m.tide.reduce_scatter_s - call_s - (ranks - 1) * m.shard_bytes / copies
-    return (ranks * m.shard_bytes + 4 * m.items) / seconds if seconds > 0 else None
+    raise ValueError(f"no rates of {device} ranks in {where}{f' ({problems})' if problems else ''}")
 
 
 def _read(file: Path) -> tuple[bytes | None, str]:
@@ -215,9 +191,9 @@ def _read(file: Path) -> tuple[bytes | None, str]:
         return opened.read(_MAX_BYTES + 1), ""
 
 
-def store(where: Path, facts: Mapping[str, str], table: Table) -> str:
+def store(where: Path, facts: Mapping[str, str], known: Known) -> str:
     """Write what is known, whole or not at all; returns what went wrong in words, or nothing."""
-    data = {"format": FORMAT, "facts": dict(facts), "groups": plain(table)}
+    data = {"format": FORMAT, "facts": dict(facts), **plain(known)}
     temporary = ""
     try:
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -232,16 +208,17 @@ def store(where: Path, facts: Mapping[str, str], table: Table) -> str:
     return ""
 
 
-def plain(table: Mapping[str, Measured]) -> dict[str, Any]:
-    """A table as plain values; :func:`measured` reads an entry back."""
-    return {key: asdict(m) for key, m in table.items()}
+def plain(known: Known) -> dict[str, Any]:
+    """What is known as plain values; :func:`from_plain` reads it back."""
+    rates = None if known.rates is None else known.rates.to_dict()
+    return {"rates": rates, "groups": {key: asdict(m) for key, m in known.groups.items()}}
 
 
-def parse(content: bytes, facts: Mapping[str, str]) -> Table:
-    """The table in a file's content.
+def parse(content: bytes, facts: Mapping[str, str]) -> Known:
+    """Read what :func:`store` wrote.
 
     Raises:
-        ValueError: it is of another version, about other facts, or not what :func:`store` writes.
+        ValueError: it is anything else, or was measured under other facts.
     """
     if len(content) > _MAX_BYTES:
         raise ValueError("too large")
@@ -250,10 +227,21 @@ def parse(content: bytes, facts: Mapping[str, str]) -> Table:
         raise ValueError("not a calibration of this version")
     if data.get("facts") != dict(facts):
         raise ValueError("measured on something else")
-    groups = data.get("groups")
+    return from_plain(data)
+
+
+def from_plain(data: Mapping[str, Any]) -> Known:
+    """Read what :func:`plain` gave; other entries are let be.
+
+    Raises:
+        ValueError: it has another form, or numbers that cannot be.
+    """
+    rates, groups = data.get("rates"), data.get("groups")
     if not isinstance(groups, dict):
         raise ValueError("no groups")
-    return {str(key): measured(entry) for key, entry in groups.items()}
+    return Known(
+        None if rates is None else Rates.from_dict(rates), {str(key): measured(entry) for key, entry in groups.items()}
+    )
 
 
 def measured(entry: Any) -> Measured:

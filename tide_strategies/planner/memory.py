@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tide_strategies.collectives.reduce_scatter import BANKS, PIECE_ALIGNMENT
 from tide_strategies.collectives.schedule import Space
@@ -146,16 +147,20 @@ class StepForecast:
 
     Args:
         states: masters, fp32 gradients and two fp32 optimizer moments, all sharded: alike for all three.
+        gradients: those of them.
         arena: TIDE's, by part.
         tide: arena plus what is live beside it.
         stock: what stock FSDP2 holds for communication at its peak, within the pool that activations share.
+        gathered: of that, parameters.
         symmetric: what FSDP2 with symmetric memory holds, of which ``symmetric_private`` can hold nothing else.
     """
 
     states: int
+    gradients: int
     arena: dict[str, int]
     tide: int
     stock: int
+    gathered: int
     symmetric: int
     symmetric_private: int
 
@@ -177,12 +182,48 @@ def step(model: Model, topology: Topology, arena: dict[str, int], *, mode: Mode,
     gradients = max(*gathered[True], *gathered[False]) if mode == "in_place" else 0
     return StepForecast(
         states=items * (model.master_itemsize + 4 + 8),
+        gradients=4 * items,
         arena=arena,
         tide=sum(arena.values()) + gradients,
         stock=kept + 2 * group + packed,
+        gathered=kept + 2 * group,
         symmetric=kept + 2 * group + packed,
         symmetric_private=group + packed,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PeakForecast:
+    """Bytes that one rank holds at the highest point of a step.
+
+    Args:
+        tide: with TIDE; of an arena that ranks share, its part.
+        stock: with stock FSDP2.
+        how: what is known of it: "dry run" of the step, or "bound" from stated activations.
+    """
+
+    tide: int
+    stock: int
+    how: Literal["dry run", "bound"]
+
+
+def peak_of_dry_run(forecast: StepForecast, arena_share: int, *, tide: int, stock: int) -> PeakForecast:
+    """The peak from what a dry run of the step found (``fsdp2/footprint.py``).
+
+    Args:
+        forecast: of this module.
+        arena_share: bytes of the arena that count for one rank.
+        tide, stock: bytes that the step itself holds at its peak, with gradients in flight and in shards.
+    """
+    kept = forecast.states - forecast.gradients
+    return PeakForecast(kept + arena_share + tide, kept + forecast.gathered + stock, "dry run")
+
+
+def peak_of_activations(forecast: StepForecast, arena_share: int, activations: int) -> PeakForecast:
+    """A bound on the peak: as if all activations were still there when all gradients are."""
+    beside = forecast.states + activations
+    in_flight = forecast.tide - sum(forecast.arena.values())
+    return PeakForecast(beside + arena_share + in_flight, beside + forecast.stock, "bound")
 
 
 def _landings(groups: Sequence[Group], ranks: int, ring: Ring) -> dict[str, list[int]]:

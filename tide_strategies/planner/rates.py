@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from tide_strategies.config import LEAST_CHUNK, MOST_CHUNK
 from tide_strategies.errors import TideConfigError
 
 GB = 1e9
+MIB = 2**20
 #: The paper quotes 2.2 to 4 times, depending on the clock (section 2.4).
 PULL_TAX = 2.2
 
@@ -34,10 +36,12 @@ class Rates:
         (paper: BW_NIC). call_s: seconds from the call of a collective to its first operation. start_s: seconds that a
         batch of copies, or a kernel, takes beside moving its bytes. signal_s: seconds from a notify to the end of the
         wait for it, within a node. rail_signal_s: the same across nodes, one way. round_wait_s: calibrated wait of one
-        network round (paper: t_rnd); the solver's, see ``planner/sizing.py``.
+        network round (paper: t_rnd); the solver's, see ``planner/sizing.py``. chunk_s: seconds of the host for one more
+        chunk of a reduce-scatter. chunk_cap: bytes of a contribution from which on a larger chunk gains nothing: on
+        CPUs what is still in a cache when its owner reads it, on GPUs a bound on staging.
 
     Raises:
-        TideConfigError: a number is not finite and above zero (times: not below zero).
+        TideConfigError: a number is not finite and above zero (times: not below zero), or no chunk has that size.
     """
 
     name: str
@@ -56,6 +60,8 @@ class Rates:
     signal_s: float
     rail_signal_s: float
     round_wait_s: float
+    chunk_s: float
+    chunk_cap: float
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -71,6 +77,10 @@ class Rates:
                 wanted = "a number from 0" if f.name.endswith("_s") else "a number above 0"
             if not good:
                 raise TideConfigError(f"rate {f.name!r} must be {wanted}; got {value!r}")
+        if not LEAST_CHUNK <= self.chunk_cap <= MOST_CHUNK:
+            raise TideConfigError(
+                f"rate 'chunk_cap' must be from {LEAST_CHUNK} to {MOST_CHUNK} bytes; got {self.chunk_cap!r}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The rates as plain values, which :meth:`from_dict` reads back."""
@@ -96,6 +106,7 @@ class Rates:
 #: 0.04 ms that Table 7's one-node rows (0.38 and 1.40 ms for 32 and 128 MiB) take beyond their bytes. ``signal_s`` and
 #: ``start_s`` are those of two H200. ``push`` is fitted to Table 8's one-node rows (0.41 and 1.29 ms), and close to one
 #: H200 copy engine's. ``memory`` and ``local`` are the data sheet's HBM rate of such a GPU and half of it.
+#: ``chunk_cap`` is what Table 8's buffers on one node imply, ``chunk_s`` that of two H200.
 PAPER = Rates(
     name="paper",
     push=400 * GB,
@@ -113,12 +124,15 @@ PAPER = Rates(
     signal_s=4.8e-6,
     rail_signal_s=60e-6,
     round_wait_s=1.3e-3,
+    chunk_s=20e-6,
+    chunk_cap=16 * MIB,
 )
 
 #: Two H200 of one host, NVLink, no multicast (docs/benchmarks.md): copy-engine push 395 GB/s, local copy 4.2 TB/s read
 #: plus write, 4.8 us for a stream memory write and the wait for it, 2.6 us for the smallest copy, 58 GB/s per thread
 #: block of the sum of two contributions. ``call_s`` is the host's time to enqueue an all-gather, which calls that
-#: follow one another wait for. There is no rail: the numbers of one are those of ``PAPER``.
+#: follow one another wait for, ``chunk_s`` that for the four calls of one more chunk. There is no rail: the numbers of
+#: one are those of ``PAPER``.
 H200_PAIR = Rates(
     name="two H200",
     push=395 * GB,
@@ -136,6 +150,8 @@ H200_PAIR = Rates(
     signal_s=4.8e-6,
     rail_signal_s=PAPER.rail_signal_s,
     round_wait_s=PAPER.round_wait_s,
+    chunk_s=20e-6,
+    chunk_cap=32 * MIB,
 )
 
 #: Two processes on the two cores of docs/benchmarks.md (fitted to its rows of 32 MiB and 2 ranks): one memory for all,
@@ -157,7 +173,14 @@ CPU_PAIR = Rates(
     signal_s=3e-6,
     rail_signal_s=100e-6,
     round_wait_s=1e-3,
+    chunk_s=3e-6,
+    chunk_cap=MIB // 2,
 )
 
 #: Rates that have a name on the command line.
 NAMED = {"paper": PAPER, "h200-pair": H200_PAIR, "cpu-pair": CPU_PAIR}
+
+
+def built_in(device: str) -> Rates:
+    """What is taken for the rates of ranks on ``device`` ("cpu" or "cuda") where nothing has been measured."""
+    return CPU_PAIR if device == "cpu" else H200_PAIR

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tide_strategies.collectives.plan import BasePlan
+from tide_strategies.config import LEAST_CHUNK
 from tide_strategies.errors import TideConfigError
-from tide_strategies.planner.rates import Rates
+from tide_strategies.layout import align
+from tide_strategies.planner.rates import MIB, Rates
 from tide_strategies.topology import Topology
 
 Mode = Literal["in_place", "slot_reuse"]
@@ -18,6 +20,10 @@ Mode = Literal["in_place", "slot_reuse"]
 SKEW, TAIL, WAIT_SHARE, MAX_ROUND_WIDTH = 1.5, 0.05, 0.10, 4
 #: Local staging slots (n_stg, section 5.4).
 STAGING_SLOTS = 2
+#: Sub-slice passes at most: the numbers that appendix D checks.
+MAX_PASSES = 4
+#: Thread blocks of a sum or a landing at most: no GPU has a use for more, whatever rates somebody states.
+MAX_CTAS = 128
 
 
 def rounds_of(nodes: int, round_width: int, wave_width: int, mode: Mode = "in_place") -> BasePlan:
@@ -62,8 +68,8 @@ class Sizing:
 def solve(rates: Rates, topology: Topology, output_bytes: int, *, grad_itemsize: int = 2, passes: int = 1) -> Sizing:
     """Choose thread blocks and round width for a reduce-scatter (equations 13 and 14, and the rule after them).
 
-    With one node there is no rail to keep pace with: the sum is sized to the node's own links in its place, and
-    nothing lands.
+    With one node there is no rail to keep pace with: the sum is sized to the node's own links in its place, in fours
+    and without the factor for skew (what arrives early waits in its bank, and peers push alike), and nothing lands.
 
     Args:
         rates: of the machine.
@@ -85,16 +91,59 @@ def solve(rates: Rates, topology: Topology, output_bytes: int, *, grad_itemsize:
     if nodes == 1:
         # Output bytes/s at which the L - 1 contributions can arrive.
         arriving = rates.push * 4 / (max(local - 1, 1) * grad_itemsize)
-        ctas = math.ceil(SKEW * (read_per_output + 1) * arriving / rates.sum_per_cta)
+        ctas = align(_blocks((read_per_output + 1) * arriving / rates.sum_per_cta), 4)
         return Sizing(0, ctas, 0, 0, 1, 0.0)
     wire_s = (nodes - 1) * output_bytes / rates.rail
-    sum_ctas = math.ceil(SKEW * (read_per_output + 1) * rates.rail / rates.sum_per_cta)
-    tail = math.ceil(output_bytes / passes / (TAIL * wire_s * rates.land_per_cta))
+    sum_ctas = _blocks(SKEW * (read_per_output + 1) * rates.rail / rates.sum_per_cta)
+    tail = _blocks(output_bytes / passes / (TAIL * wire_s * rates.land_per_cta))
     landing_ctas = max(1, min(tail, math.floor(rates.land_cap / rates.land_per_cta)))
     width = _round_width(nodes, local, wire_s, rates.round_wait_s)
     rounds = len(round_sizes(nodes, width, local))
     waves = rounds_of(nodes, width, local).waves_per_pass
     return Sizing(width, sum_ctas, landing_ctas, rounds, waves, wire_s)
+
+
+def _blocks(wanted: float) -> int:
+    return min(math.ceil(wanted), MAX_CTAS)
+
+
+def passes_of(rates: Rates, topology: Topology, output_bytes: int, sizing: Sizing) -> int:
+    """n_part: as many passes as bring the last landing down to its share of the wire time, if their rounds pay.
+
+    More passes make the landing after the last round smaller (equation 14), where thread blocks cannot, but each
+    repeats all rounds with their waits, which may take their usual share of the wire time. Large calls can afford it.
+    """
+    if topology.nodes == 1:
+        return 1
+    landing = min(sizing.landing_ctas * rates.land_per_cta, rates.land_cap)
+    wanted = math.ceil(min(output_bytes / (TAIL * sizing.wire_s * landing), MAX_PASSES))
+    waits = max(sizing.rounds * rates.round_wait_s, 1e-12)
+    affordable = math.floor(min(WAIT_SHARE * sizing.wire_s / waits, MAX_PASSES))
+    return max(1, min(wanted, affordable))
+
+
+def chunk_bytes(rates: Rates, slice_bytes: int, *, one_thread: bool) -> int:
+    """Bytes of one contribution to stage at a time, for contributions of at most ``slice_bytes``.
+
+    Where pushes and sums run side by side, a chunk of c bytes costs its fixed time o once for each of the S / c chunks,
+    and the sum of the last chunk, c / (push rate) as sums keep pace with pushes, hides behind nothing: the best c is
+    sqrt(o S push). A chunk takes no less to move than the host takes to enqueue the next. One thread that pushes and
+    sums in turns has no such tail: its chunks are as large as gains something.
+
+    Args:
+        rates: of the machine.
+        slice_bytes: S, bytes of the largest contribution.
+        one_thread: whether one thread pushes and sums (CPU ranks).
+    """
+    if one_thread:
+        return _between(rates.chunk_cap, 1, rates.chunk_cap, LEAST_CHUNK)
+    fixed_s = rates.start_s + rates.signal_s
+    return _between(math.sqrt(fixed_s * slice_bytes * rates.push), rates.push * rates.chunk_s, rates.chunk_cap, MIB)
+
+
+def _between(value: float, low: float, high: float, step: int) -> int:
+    """The value brought into [low, high] (high wins) and up to a multiple of ``step``, the last below ``high``."""
+    return max(min(align(math.ceil(min(max(value, low), high)), step), int(high) // step * step), LEAST_CHUNK)
 
 
 def _round_width(nodes: int, wave_width: int, wire_s: float, round_wait_s: float) -> int:

@@ -13,32 +13,30 @@ from typing import Any
 
 from tide_strategies import _native
 from tide_strategies.collectives.all_gather import all_gather, reuse
-from tide_strategies.collectives.all_gather_nodes import all_gather_nodes
 from tide_strategies.collectives.plan import BasePlan
 from tide_strategies.collectives.reduce_scatter import BANKS, reduce_scatter
-from tide_strategies.collectives.schedule import Item, Schedule, Space
+from tide_strategies.collectives.schedule import Item, Space
 from tide_strategies.collectives.two_level import default_plan
 from tide_strategies.layout import GroupLayout
 from tide_strategies.runtime.engine import Collective, Engine
 from tide_strategies.runtime.slots import Landing, Slot, SlotRing
 from tide_strategies.topology import Topology
 
-#: Bytes of one contribution staged at a time: large enough that a wait per chunk costs nothing beside the copying,
-#: small enough that what a rank pushes is still in the shared cache when its owner reads it.
-AUTO_CHUNK_BYTES = 512 * 1024
-
 #: Outputs from this size on are likely to be fresh from the kernel, page by page.
 _HUGE_FROM_BYTES = 4 * 1024 * 1024
 
 
 def needed_memory(
-    layouts: Iterable[GroupLayout], topology: Topology, rank: int, chunk_bytes: int
+    layouts: Iterable[GroupLayout], topology: Topology, rank: int, chunk_bytes: int, plan: BasePlan | None = None
 ) -> dict[tuple[Space, int], int]:
-    """Bytes that the collectives of groups with these layouts need on every rank beside their arguments."""
+    """Bytes that the collectives of groups with these layouts need on every rank beside their arguments.
+
+    ``chunk_bytes`` and ``plan`` are as of :class:`GroupCollectives`.
+    """
     needed: dict[tuple[Space, int], int] = {}
     for layout in dict.fromkeys(layouts):
         items = [Item.of_size(p.itemsize) for p in layout.params]
-        schedules = [_all_gather(layout, topology, rank, items)]
+        schedules = [all_gather(layout, topology, rank, items)]
         for bank in range(BANKS if topology.nodes > 1 else 1):  # of the element types, these need most
             schedules.append(
                 reduce_scatter(
@@ -48,7 +46,7 @@ def needed_memory(
                     grad=Item.F32,
                     output=Item.BF16,
                     chunk_bytes=chunk_bytes,
-                    plan=_plan(topology),
+                    plan=_plan(topology, plan),
                     bank=bank,
                 )
             )
@@ -58,16 +56,12 @@ def needed_memory(
     return {which: nbytes for which, nbytes in needed.items() if nbytes}
 
 
-def _all_gather(layout: GroupLayout, topology: Topology, rank: int, items: Sequence[Item]) -> Schedule:
-    """One node's, or that of several. With one rank a node too: the rail lane's puts land in other ranks' landings,
-    which ranks map only within their node."""
-    build = all_gather if topology.nodes == 1 else all_gather_nodes
-    return build(layout, topology, rank, items)
+def _plan(topology: Topology, stated: BasePlan | None) -> BasePlan | None:
+    """Of reductions across nodes, unless there is one rank a node, which has a plan of its own (``rail_lane``).
 
-
-def _plan(topology: Topology) -> BasePlan | None:
-    """Of reductions across nodes; all calls of an engine have the same."""
-    return default_plan(topology) if topology.nodes > 1 else None
+    All calls of an engine have the same plan.
+    """
+    return stated or default_plan(topology) if topology.nodes > 1 and not topology.lane else None
 
 
 @dataclass
@@ -146,6 +140,7 @@ class GroupCollectives(LandingGroup):
         shard_items: element of each parameter's shard.
         home: the ring that the landing rotates through, or its own pinned slot.
         chunk_bytes: bytes of one contribution staged at a time.
+        plan: rounds and passes of reductions across nodes, alike for all groups of the engine; None for the default.
     """
 
     def __init__(
@@ -156,14 +151,15 @@ class GroupCollectives(LandingGroup):
         shard_items: Sequence[Item],
         home: SlotRing | Slot,
         chunk_bytes: int,
+        plan: BasePlan | None = None,
     ) -> None:
         super().__init__(name, layout, engine.landing(layout.landing_bytes), home)
-        self._engine, self._chunk_bytes = engine, chunk_bytes
+        self._engine, self._chunk_bytes, self._plan = engine, chunk_bytes, _plan(engine.topology, plan)
         self._label = f"all-gather of {name!r}"
-        schedule = _all_gather(layout, engine.topology, engine.rank, shard_items)
+        schedule = all_gather(layout, engine.topology, engine.rank, shard_items)
         self._all_gather = engine.collective(schedule, len(layout.params), self._label)
         self._reuse = engine.collective(reuse(engine.topology, engine.rank), 0, f"reuse of {name!r}")
-        self._landing_address = self._all_gather.addresses(landing=self.landing.window.address)
+        self._addresses: dict[int, list[int]] = {}  # by slot
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
         self._reductions: dict[tuple[tuple[int, ...], Item, Item, int], _Reduction] = {}
         self._running: tuple[Collective, Any] | None = None
@@ -176,12 +172,16 @@ class GroupCollectives(LandingGroup):
         start = time.perf_counter()
         slot = self._enter()
         tag = self._engine.book.tag(f"{self._label} into slot {slot.index}")
-        call = self._all_gather.begin(shards, self._landing_address, tag, slot.index)
+        addresses = self._addresses.get(slot.index)
+        if addresses is None:
+            addresses = self._all_gather.addresses(landing=self.landing.window.address, slot=slot.index)
+            self._addresses[slot.index] = addresses
+        call = self._all_gather.begin(shards, addresses, tag, slot.index)
         self._running, self._versions = (self._all_gather, call), versions
-        self.all_gathers.wait_seconds += self._all_gather.run(call, "copy")
+        waited = self._all_gather.run(call, "copy")
         self.all_gathers.calls += 1
         self.all_gathers.bytes += self._bytes
-        self.all_gathers.seconds += time.perf_counter() - start
+        self._count(self.all_gathers, "copy", self._label, start, waited, self._bytes)
 
     def reuse(self) -> None:
         """Use the landing again in the place of an all-gather. Only if :meth:`reusable`."""
@@ -195,8 +195,8 @@ class GroupCollectives(LandingGroup):
         assert self._running is not None
         start = time.perf_counter()
         collective, call = self._running
-        self.all_gathers.wait_seconds += collective.run(call, "completion")
-        self.all_gathers.seconds += time.perf_counter() - start
+        waited = collective.run(call, "completion")
+        self._count(self.all_gathers, "completion", collective.label, start, waited)
 
     def vacate(self) -> None:
         """Give the landing up: from here on, other groups and other ranks may overwrite it."""
@@ -227,11 +227,19 @@ class GroupCollectives(LandingGroup):
         if output_bytes >= _HUGE_FROM_BYTES:
             _native.advise_huge(output_address, output_bytes)
         addresses = reduction.collective.addresses(output=output_address)
-        tally = self.reduce_scatters
-        tally.wait_seconds += reduction.collective.replay(gradients, addresses, reduction.tag, divisor)
-        tally.calls += 1
-        tally.bytes += reduction.bytes
-        tally.seconds += time.perf_counter() - start
+        waited = reduction.collective.replay(gradients, addresses, reduction.tag, divisor)
+        self.reduce_scatters.calls += 1
+        self.reduce_scatters.bytes += reduction.bytes
+        label = reduction.collective.label
+        self._count(self.reduce_scatters, "reduce-scatter", label, start, waited, reduction.bytes)
+
+    def _count(self, tally: Tally, stream: str, label: str, start: float, waited: float, nbytes: int = 0) -> None:
+        """Add what took from ``start`` until now to a tally, and to the trace if there is one."""
+        end = time.perf_counter()
+        tally.wait_seconds += waited
+        tally.seconds += end - start
+        if self._engine.trace is not None:
+            self._engine.trace.add(stream, label, start, end, waited, nbytes)
 
     def output_items(self, params: tuple[int, ...]) -> int:
         """Items of the packed shard of ``params``."""
@@ -247,7 +255,7 @@ class GroupCollectives(LandingGroup):
             grad=grad,
             output=output,
             chunk_bytes=self._chunk_bytes,
-            plan=_plan(engine.topology),
+            plan=self._plan,
             bank=bank,
         )
         label = self._reduction_label(params, grad, output)

@@ -13,8 +13,9 @@ from tide_strategies.cli.bench.ranks import Place
 from tide_strategies.cli.bench.timing import median_ms
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.layout import GroupLayout, ParamShape
+from tide_strategies.planner.knobs import unmeasured
 from tide_strategies.runtime.engine import Engine
-from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, GroupCollectives, needed_memory
+from tide_strategies.runtime.group import GroupCollectives, needed_memory
 from tide_strategies.runtime.slots import SlotRing
 from tide_strategies.topology import Topology
 
@@ -60,9 +61,10 @@ def _group(place: Place, layout: GroupLayout, shard: Item) -> tuple[Engine, Grou
     exchange = world_exchange(_TIMEOUT_S)
     engine = Engine(exchange, place.rank, Topology(1, place.ranks), slots=2, timeout_s=_TIMEOUT_S)
     ring = SlotRing(lambda: engine.add_slot(layout.landing_bytes, "ring"), 2)
-    engine.reserve(needed_memory([layout], engine.topology, engine.rank, AUTO_CHUNK_BYTES))
+    chunk_bytes = unmeasured("cpu", engine.topology, [layout]).chunk_bytes
+    engine.reserve(needed_memory([layout], engine.topology, engine.rank, chunk_bytes))
     items = [shard] * len(layout.params)
-    return engine, GroupCollectives(engine, "bench", layout, items, ring, AUTO_CHUNK_BYTES)
+    return engine, GroupCollectives(engine, "bench", layout, items, ring, chunk_bytes)
 
 
 def _gather(group: GroupCollectives, shards: list[torch.Tensor]) -> Callable[[], None]:

@@ -17,8 +17,9 @@ from tide_strategies.cli.bench.ranks import Place
 from tide_strategies.collectives.reduce_scatter import BANKS
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.layout import GroupLayout
+from tide_strategies.planner.knobs import unmeasured
 from tide_strategies.runtime.cuda.engine import CudaEngine, DeviceSlot
-from tide_strategies.runtime.cuda.group import CudaGroup, auto_chunk_bytes, auto_sum_ctas
+from tide_strategies.runtime.cuda.group import CudaGroup
 from tide_strategies.runtime.cuda.sum_kernels import sum_kernels
 from tide_strategies.runtime.slots import SlotRing
 from tide_strategies.topology import Topology
@@ -40,7 +41,9 @@ def pair(
     Raises:
         ValueError: there is no such collective.
     """
-    ctas, chunk = sum_ctas or auto_sum_ctas(place.ranks), chunk_bytes or auto_chunk_bytes(shard_bytes // 2)
+    layout = GroupLayout(parameter_shapes(shard_bytes // 4, place.ranks, params), place.ranks)
+    knobs = unmeasured("cuda", Topology(1, place.ranks), [layout])
+    ctas, chunk = sum_ctas or knobs.sum_ctas, chunk_bytes or knobs.chunk_bytes
     if collective == "reduce_scatter":
         return _reduce_scatter(place, shard_bytes, params, ctas, chunk)
     if collective in ("all_gather", "all_gather_cast"):

@@ -17,6 +17,7 @@ from tide_strategies.runtime.cuda.memory import SharedAllocation, share_allocati
 from tide_strategies.runtime.cuda.watchdog import Watchdog
 from tide_strategies.runtime.encode import Encoded, encode
 from tide_strategies.runtime.slots import Landing, Slot
+from tide_strategies.runtime.trace import Trace
 from tide_strategies.topology import Topology
 
 #: Streams of a schedule that the caller runs itself, with kernels of the framework.
@@ -66,6 +67,8 @@ class CudaEngine:
         self.rank, self.topology, self.device, self.timeout_s = rank, topology, device, timeout_s
         self.book = CallBook(topology, slots)
         self._exchange = exchange
+        #: Where calls are noted, if they are (``runtime/trace.py``). The engine closes it.
+        self.trace: Trace | None = None
         self._slots_used = 0
         self._bytes: dict[str, int] = {}
         # Who the peers are, whether they live, and why one stopped: kept in a little shared host memory.
@@ -103,6 +106,8 @@ class CudaEngine:
 
     def close(self) -> None:
         """Stop the watchdog and let go of the memory."""
+        if self.trace is not None:
+            self.trace.close()
         self.watchdog.close()
         self.host.close()
 

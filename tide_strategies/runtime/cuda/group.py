@@ -6,7 +6,6 @@ is occupy, send, complete, vacate, and round again; or occupy, reuse, complete, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,42 +14,10 @@ from tide_strategies._native import cuda
 from tide_strategies.collectives.all_gather import all_gather, reuse
 from tide_strategies.collectives.reduce_scatter import reduce_scatter
 from tide_strategies.collectives.schedule import Item
-from tide_strategies.layout import GroupLayout, align
+from tide_strategies.layout import GroupLayout
 from tide_strategies.runtime.cuda.engine import CudaCollective, CudaEngine, DeviceSlot
 from tide_strategies.runtime.group import LandingGroup
 from tide_strategies.runtime.slots import SlotRing
-
-_MIB = 1024 * 1024
-#: About twenty microseconds of an NVLink copy, in which the host enqueues the next chunk's calls.
-_SMALLEST_CHUNK = 8 * _MIB
-#: Beyond this, larger chunks only make staging larger.
-_LARGEST_CHUNK = 32 * _MIB
-#: Chunks of the largest reduction: few, since each costs the host four calls, but enough that the sum of the last one,
-#: which nothing hides, is short.
-_CHUNKS = 8
-
-#: GB/s on an H200: what copy engines push over NVLink to one peer, and what one thread block of the sum reads and
-#: writes, by the number of staged contributions.
-_LINK_GBPS = 395
-_CTA_GBPS = {1: 60, 3: 57}
-_CTA_GBPS_MORE = 55
-
-
-def auto_chunk_bytes(largest_slice: int) -> int:
-    """Bytes of one contribution to stage at a time, where the largest one has ``largest_slice`` bytes."""
-    return max(_SMALLEST_CHUNK, min(_LARGEST_CHUNK, align(-(-largest_slice // _CHUNKS), _MIB)))
-
-
-def auto_sum_ctas(ranks: int) -> int:
-    """Thread blocks with which a sum of bf16 into fp32 keeps up with what ``ranks - 1`` peers push.
-
-    Of each output element, all peers' contributions come over the link (2 bytes each), are read, with the own one, and
-    4 bytes are written: with few peers the sum moves much more memory than the link does.
-    """
-    staged = max(ranks - 1, 1)
-    moved_for_one_received = (2 * staged + 2 + 4) / (2 * staged)
-    blocks = _LINK_GBPS * moved_for_one_received / _CTA_GBPS.get(staged, _CTA_GBPS_MORE)
-    return align(math.ceil(blocks), 4)
 
 
 class SumKernel(Protocol):
@@ -104,6 +71,11 @@ class CudaGroup(LandingGroup):
         self._running: tuple[CudaCollective, cuda.Call] | None = None
         self._sends: dict[int, tuple[int, list[int]]] = {}
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one all-gather sends to peers."""
+        return self._bytes * (self.layout.ranks - 1)
+
     def occupy(self) -> DeviceSlot:
         """Back the landing with a slot. The caller waits until its own streams are through with that slot."""
         slot = self._enter()
@@ -121,7 +93,7 @@ class CudaGroup(LandingGroup):
         self._running, self._versions = (self._all_gather, call), versions
         self._all_gather.enqueue(call, "copy", stream)
         self.all_gathers.calls += 1
-        self.all_gathers.bytes += self._bytes * (self.layout.ranks - 1)
+        self.all_gathers.bytes += self.sent_bytes
 
     def reuse(self, slot: DeviceSlot) -> None:
         """Use the landing again in the place of an all-gather. Only if :meth:`reusable`."""
