@@ -2,66 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 import zipfile
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fresh_environment import ROOT, borrowing_environment, build_wheel, run
+from run_snippets import Runner, for_ranks
+from snippets import Snippet, snippets
 
-ROOT = Path(__file__).parents[1]
 NAME = "tide_strategies"
 
 pytestmark = pytest.mark.wheel
-
-# Two ranks of a user's program: nothing in it knows where the package came from.
-TRAIN = """
-import json, os, torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-import tide_strategies
-from tide_strategies import apply_tide
-
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)], nn.Linear(16, 3))
-for block in model:
-    fully_shard(block)
-fully_shard(model)
-handle = apply_tide(model, {"timeout_s": 60, "strict": True})
-optimizer = torch.optim.AdamW(model.parameters())
-for _ in range(3):
-    model(torch.randn(4, 16)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-print("REPORT " + json.dumps({**handle.report().to_dict(), "file": tide_strategies.__file__}), flush=True)
-handle.close()
-dist.destroy_process_group()
-"""
-
-
-def run(command: list[Any], cwd: Path, **environment: str) -> str:
-    """Run a command outside the repository; returns what it printed."""
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(
-        [str(c) for c in command],
-        cwd=cwd,
-        env={**env, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 @dataclass
@@ -85,42 +41,13 @@ class Installed:
         return json.loads(run([self.python, "-c", code], self.outside).splitlines()[-1])
 
 
-def build(folder: Path) -> Path:
-    """Build a wheel without leaving anything in the repository."""
-    wheel = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "-w", folder]
-    if all(importlib.util.find_spec(m) for m in ("scikit_build_core", "nanobind")):
-        code = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
-        run([sys.executable, "-c", code, folder], ROOT)
-        (source,) = folder.glob("*.tar.gz")
-        run([*wheel, "--no-build-isolation", source], folder)
-    else:
-        run([*wheel, "-C", f"build-dir={folder / 'build'}", ROOT], folder)
-    (built,) = folder.glob("*.whl")
-    return built
-
-
-def make_environment(folder: Path, wheel: Path) -> None:
-    """An environment with the wheel, which borrows everything else from this one.
-
-    What makes an editable install work (a ``.pth`` file in this environment) is not read in folders that a ``.pth``
-    file adds. The borrowing begins after the installation, or pip would find this environment's package.
-    """
-    run([sys.executable, "-m", "venv", "--without-pip", folder], folder.parent)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", folder / "bin/python"]
-    run([*pip, "install", "--no-deps", "--no-index", wheel], folder.parent)
-    borrowed = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
-    assert borrowed
-    site = next((folder / "lib").glob("python*/site-packages"))
-    (site / "borrowed.pth").write_text("\n".join(borrowed))
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     folder = tmp_path_factory.mktemp("wheel")
     before = {name for name in ("build", "dist") if (ROOT / name).exists()}
-    wheel = build(folder)
+    wheel = build_wheel(folder)
     assert {name for name in ("build", "dist") if (ROOT / name).exists()} == before
-    make_environment(folder / "environment", wheel)
+    borrowing_environment(folder / "environment", wheel)
     outside = folder / "outside"
     outside.mkdir()
     return Installed(wheel, folder / "environment", outside)
@@ -182,7 +109,7 @@ print(json.dumps([[e.value for e in found], where]))
     assert Path(where).is_relative_to(installed.site)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("hydra") is None, reason="needs hydra-core")
+@pytest.mark.skipif(find_spec("hydra") is None, reason="needs hydra-core")
 def test_hydra_finds_the_group_of_the_installed_package(installed: Installed) -> None:
     code = """
 import json, hydra
@@ -206,36 +133,29 @@ print(json.dumps([result.code, result.reason, str(FINGERPRINTS)]))
     assert Path(where).is_relative_to(installed.site)
 
 
-def test_training_outside_the_repository_is_accelerated_and_ends_well(installed: Installed) -> None:
-    script = installed.outside / "train.py"
-    script.write_text(TRAIN)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    processes = []
-    for rank in range(2):
-        env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-        env.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
-        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        processes.append(
-            subprocess.Popen(
-                [installed.python, script],
-                cwd=installed.outside,
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        outputs = [p.communicate(timeout=90)[0] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
-        (line,) = [line for line in output.splitlines() if line.startswith("REPORT ")]
-        report = json.loads(line[7:])
-        assert report["status"] == "4 of 4 groups accelerated"
-        assert all(g["path"] == "tide" and g["reduce_scatter"]["calls"] == 3 for g in report["groups"])
-        assert Path(report["file"]).is_relative_to(installed.site)
+#: Pages whose Python needs a library that may not be here.
+NEEDS = {"docs/accelerate.md": "accelerate", "docs/hydra.md": "hydra"}
+
+
+def test_python_of_the_pages_runs_on_two_ranks_and_ends_well(installed: Installed) -> None:
+    """As written, each page after the other; the stand-ins check that training was accelerated."""
+    here = [s for s in snippets() if for_ranks(s) and find_spec(NEEDS.get(s.page, "torch"))]
+    assert {"README.md", "docs/plain_pytorch.md"} <= {s.page for s in here}
+    runner = Runner(installed.environment, installed.outside / "pages", gpu=False)
+    runner.folder.mkdir()
+    runner.ranks(here)
+    assert [o.where for o in runner.outcomes] == [s.where for s in here]
+    assert [o for o in runner.outcomes if o.error] == []
+
+
+def test_a_snippet_that_fails_is_found(installed: Installed) -> None:
+    """The page and the line are named, and what the other snippets of the page did."""
+    folder = installed.outside / "wrong"
+    folder.mkdir()
+    right, wrong = Snippet("docs/x.md", 5, "python", "a = 1\n"), Snippet("docs/x.md", 9, "python", "a\nb\n")
+    runner = Runner(installed.environment, folder, gpu=False)
+    runner.ranks([right, wrong], processes=1)
+    good, bad = runner.outcomes
+    assert good.error == ""
+    assert 'File "docs/x.md:9", line 10' in bad.error
+    assert "NameError: name 'b' is not defined" in bad.error

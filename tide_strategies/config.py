@@ -219,10 +219,18 @@ class TideConfig:
         if not isinstance(value, TideConfig):
             value = _plain(value)
         if isinstance(value, Mapping):
+            if isinstance(value.get("tide"), Mapping):
+                raise TideConfigError(
+                    "this is not TIDE's options, but a configuration that has them as its section 'tide'; give that "
+                    "section (config.tide)"
+                )
             value = _build(cls, _nest(value), "")
         if not isinstance(value, TideConfig):
+            hint = (
+                ". Read a file first: yaml.safe_load, OmegaConf.load" if isinstance(value, (str, os.PathLike)) else ""
+            )
             raise TideConfigError(
-                f"TIDE options must be a mapping or a TideConfig, not {type(value).__name__}: {value!r}"
+                f"TIDE options must be a mapping or a TideConfig, not {type(value).__name__}: {value!r}{hint}"
             )
         plan = os.environ.get(PLAN_ENV, "auto") or "auto"
         if value.plan == "auto" and plan != "auto":
@@ -298,8 +306,9 @@ def _build(cls: type[T], data: Mapping[str, Any], path: str) -> T:
     for key, value in data.items():
         where = f"{path}{key}"
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {path + close[0]!r}?" if close else "."
+            close = [path + name for name in difflib.get_close_matches(str(key), known, n=1)]
+            close = close or [name for name in _DEFAULTS if name.endswith(f".{key}")]  # of another section
+            hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
             raise TideConfigError(f"unknown TIDE option {where!r}{hint} Known here: {', '.join(known)}.")
         if key == "cache" and value is False:
             value = "off"  # how YAML 1.1 reads a bare off

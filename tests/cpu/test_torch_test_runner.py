@@ -66,6 +66,7 @@ def checkout(tmp_path: Path) -> Path:
     folder = tmp_path / "pytorch/test/distributed/_composable/fsdp"
     folder.mkdir(parents=True)
     (folder / "test_fully_shard_training.py").write_text(TESTS)
+    (folder / "test_fully_shard_of_tomorrow.py").touch()
     (tmp_path / "pytorch/version.txt").write_text(torch.__version__.split("+")[0] + "a0\n")
     return tmp_path / "pytorch"
 
@@ -100,6 +101,7 @@ def test_the_table_tells_tides_failures_from_torchs_own(checkout: Path, tmp_path
     assert result["failed"].keys() == {"TestOthers::test_fails", "TestOthers::test_fails_with_tide"}
     assert result["stock_fails"] == ["TestOthers::test_fails"]
     lines = done.stdout.splitlines()
+    assert "not run, because this tool does not know them: test_fully_shard_of_tomorrow.py" in lines
     row = next(line for line in lines if line.startswith("test_fully_shard_training.py"))
     assert row.split()[1:] == ["1", "1", "1", "1", "2", "1"]
     file = "test_fully_shard_training.py"

@@ -272,6 +272,8 @@ def main() -> int:
     skipped = [n for n, needed in FILES.items() if needed > gpus]
     if skipped and not args.files:
         print(f"torch sees {gpus} GPUs; not run for want of 2: {', '.join(skipped)}", flush=True)
+    if unknown := sorted(p.name for p in folder.glob("test_*.py") if p.name not in FILES and p.name not in NOT_RUN):
+        print(f"not run, because this tool does not know them: {', '.join(unknown)}", flush=True)
     outcomes = {}
     for name in names:
         print(f"running {name}", flush=True)

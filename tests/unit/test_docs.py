@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from snippet_readers import NOT_RUN, USES, Use, stale
+from snippets import FENCE, LANGUAGES, Snippet, snippets
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -17,7 +19,6 @@ PAGES = sorted(DOCS.rglob("*.md"))
 BESIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 ALL = [*PAGES, *BESIDE]
 
-FENCE = re.compile(r"^ *(```+)(\w*)\n(.*?)^ *\1 *$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -120,11 +121,32 @@ def test_the_first_page_leads_to_every_door() -> None:
 def test_snippets_are_well_formed(page: Path) -> None:
     text = page.read_text()
     assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(FENCE.findall(text)), "a block does not end"
-    for _, language, code in FENCE.findall(text):
+    for _, _, language, code in FENCE.findall(text):
         if language == "python":
             ast.parse(code)
         elif language in ("yaml", "yml"):
             yaml.safe_load(code)
+
+
+def test_what_is_listed_about_snippets_is_true_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each snippet is run as written by tests/tools/run_snippets.py, the Python ones in tests/test_wheel.py."""
+    found = snippets()
+    assert {s.language for s in found} <= set(LANGUAGES), (
+        "a language that the runner does not know: it would be left out"
+    )
+    assert stale(found) == []
+    monkeypatch.setitem(USES, ("README.md", "no such text"), Use())
+    monkeypatch.setitem(NOT_RUN, ("README.md", "make nothing"), "for this test")
+    found += [Snippet("README.md", 1, "yaml", "a: 1\n"), Snippet("README.md", 2, "python", "...\n")]
+    problems = stale(found)
+    assert len(problems) == 4
+    for text in (
+        "'no such text' is in 0 snippets",
+        "no command 'make nothing'",
+        "README.md:1: YAML",
+        "README.md:2: 1 lines",
+    ):
+        assert any(text in problem for problem in problems)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)

@@ -1,4 +1,9 @@
-"""TIDE's options in Hydra applications, and with OmegaConf alone: found, typed, mistakes refused, reloaded equal."""
+"""TIDE's options in Hydra applications, and with OmegaConf alone: found, typed, mistakes refused, reloaded equal.
+
+The likeliest mistakes: on the command line a misspelt option or section, a wrong choice, number or yes/no, an unknown
+preset, a second preset, ``+`` before what is there; in the file the same, no group at all, a bare ``off``; in the
+program the whole configuration or a name in place of the section, a missing interpolation, a value out of range.
+"""
 
 from __future__ import annotations
 
@@ -61,6 +66,8 @@ def test_every_preset_is_complete_and_reloads_equal(app, preset: str) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
+        ("+tide=debug", ["Multiple values for tide", "override tide: debug"]),
+        ("+tide.timeout_s=3", ["Either remove + prefix: 'tide.timeout_s=3'"]),
         ("tide.reduce_scatter.mod=in_place", ["'mod' not in", "options are mode, sum_ctas"]),
         ("tide.timout_s=3", ["'timout_s' not in", "timeout_s"]),
         ("tide.reduce_scatter.mode=inplace", ["'inplace', expected one of [in_place, slot_reuse]"]),
@@ -80,11 +87,48 @@ def test_mistakes_are_refused_while_hydra_composes(app, override: str, words: li
 
 
 @pytest.mark.parametrize(
+    ("file", "override", "words"),
+    [
+        ("lr: 0.1", "tide=h200", ["To append to your default list use +tide=h200"]),
+        ("lr: 0.1", "tide.timeout_s=3", ["To append to your config use +tide.timeout_s=3"]),
+        ("defaults: [{tide: h100}, _self_]", "", ["'tide/h100'", "h200"]),
+        ("defaults: [{tide: h200}, _self_]\ntide: {timout_s: 3}", "", ["'timout_s' not in", "timeout_s"]),
+        (
+            "defaults: [{tide: h200}, _self_]\ntide: {all_gather: {cache: off}}",
+            "",
+            ["'False', expected one of [off, turnaround, microbatch]"],
+        ),
+    ],
+)
+def test_mistakes_in_the_file_and_about_the_group(
+    app, tmp_path: Path, file: str, override: str, words: list[str]
+) -> None:
+    (tmp_path / "wrong.yaml").write_text(file)
+    with pytest.raises((hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException)) as refused:
+        app(*filter(None, [override]), config="wrong")
+    for word in words:
+        assert word in str(refused.value) + str(refused.value.__cause__)
+
+
+def test_mistakes_in_what_a_door_is_given(app) -> None:
+    """The whole configuration, a preset's or a file's name, a value that another part of the program would set."""
+    for given, words in (
+        (app(), "give that section (config.tide)"),
+        ("h200", "not str: 'h200'. Read a file first: yaml.safe_load, OmegaConf.load"),
+    ):
+        with pytest.raises(TideConfigError) as refused:
+            TideConfig.from_any(given)
+        assert words in str(refused.value)
+    with pytest.raises(omegaconf.errors.OmegaConfBaseException, match="Interpolation key 'seconds' not found"):
+        TideConfig.from_any(app("tide.timeout_s=${seconds}").tide)
+
+
+@pytest.mark.parametrize(
     ("override", "words"),
     [
+        ("tide.all_gather.multicast=on_request", "'all_gather.multicast' must be 'auto' or true or false"),
         ("+tide.reduce_scater={mode: in_place}", "did you mean 'reduce_scatter'"),
         ("tide.reduce_scatter.sum_ctas=many", "'reduce_scatter.sum_ctas' must be 'auto' or a whole number; got 'many'"),
-        ("tide.all_gather.multicast=on_request", "'all_gather.multicast' must be 'auto' or true or false"),
         ("tide.topology={nodes: 2}", "gpus_per_node"),
         ("tide.all_gather.slots=0", "at least 1"),
     ],

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from tide_strategies.config import TideConfig
@@ -52,12 +53,13 @@ def apply_tide(model: nn.Module, config: TideConfig | Mapping[str, Any] | None =
     """
     options = TideConfig.from_any(config)
     request_queues()
+    if not isinstance(model, nn.Module):
+        raise TideConfigError(
+            f"apply_tide needs a module, one a call; got {type(model).__name__}. Give the model itself."
+        )
     roots = access.outermost_fsdp_modules(model)
     if not roots:
-        raise TideConfigError(
-            f"apply_tide needs a model that fully_shard was applied to; {type(model).__name__} has no FSDPModule. "
-            f"Call torch.distributed.fsdp.fully_shard on its blocks and on the model first."
-        )
+        raise TideConfigError(_without_fully_shard(model))
     if any(module in _held for root in roots for module in access.fsdp_modules(root)):
         raise TideConfigError(
             f"TIDE is already applied to this {type(model).__name__}, or to a part of it. Call close() on the handle "
@@ -85,6 +87,15 @@ def apply_tide(model: nn.Module, config: TideConfig | Mapping[str, Any] | None =
         for root in roots:
             handle._install_at_first_forward(root)
     return handle
+
+
+def _without_fully_shard(model: nn.Module) -> str:
+    """What to do about a model that has no FSDP2 module."""
+    words = f"apply_tide needs a model that fully_shard was applied to; {type(model).__name__} has no FSDPModule. "
+    for module in model.modules():
+        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
+            return f"{words}Use torch.distributed.fsdp.fully_shard instead of {type(module).__name__}."
+    return f"{words}Call torch.distributed.fsdp.fully_shard on its blocks and on the model first."
 
 
 class TideHandle:
