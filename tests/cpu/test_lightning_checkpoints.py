@@ -2,6 +2,8 @@
 
 from importlib.util import find_spec
 
+import lightning_ema
+import lightning_saving
 import pytest
 import torch
 from harness import launch
@@ -167,7 +169,12 @@ def check_mistakes(pl, folder):
         fit(pl, two, "full", epochs=2, resume=folder / "one.ckpt")
 
 
-CHECKS = {name: f for name, f in sorted(globals().items()) if name.startswith("check_")}
+CHECKS = {
+    name: f
+    for namespace in (globals(), vars(lightning_ema), vars(lightning_saving))
+    for name, f in sorted(namespace.items())
+    if name.startswith("check_")
+}
 
 
 def run_all(rank, world, arg):

@@ -1,8 +1,8 @@
 """TIDE for Lightning: ``Trainer(strategy="tide_fsdp")`` and ``Fabric(strategy="tide_fsdp")``.
 
-``TideFSDPStrategy``, ``TideMonitor`` and ``TideFSDPFabricStrategy`` resolve to the class of the namespace that the
-program uses: the one already imported, ``lightning`` before the standalone packages if both are. A program that mixes
-both imports the class that it means from ``trainer_unified``, ``trainer_standalone``, ``fabric_unified`` or
+``TideFSDPStrategy``, ``TideEMA``, ``TideMonitor`` and ``TideFSDPFabricStrategy`` resolve to the class of the namespace
+that the program uses: the one already imported, ``lightning`` before the standalone packages if both are. A program
+that mixes both imports the class that it means from ``trainer_unified``, ``trainer_standalone``, ``fabric_unified`` or
 ``fabric_standalone``.
 """
 
@@ -17,16 +17,18 @@ from tide_strategies.integrations.lightning.registration import FABRIC_MODULES, 
 
 if TYPE_CHECKING:
     from tide_strategies.integrations.lightning.fabric_unified import TideFSDPFabricStrategy as TideFSDPFabricStrategy
+    from tide_strategies.integrations.lightning.trainer_unified import TideEMA as TideEMA
     from tide_strategies.integrations.lightning.trainer_unified import TideFSDPStrategy as TideFSDPStrategy
     from tide_strategies.integrations.lightning.trainer_unified import TideMonitor as TideMonitor
 
 _LAZY = {
     "TideFSDPStrategy": TRAINER_MODULES,
+    "TideEMA": TRAINER_MODULES,
     "TideMonitor": TRAINER_MODULES,
     "TideFSDPFabricStrategy": FABRIC_MODULES,
 }
 
-__all__ = ["TideFSDPFabricStrategy", "TideFSDPStrategy", "TideMonitor"]
+__all__ = ["TideEMA", "TideFSDPFabricStrategy", "TideFSDPStrategy", "TideMonitor"]
 
 
 def __getattr__(name: str) -> Any:

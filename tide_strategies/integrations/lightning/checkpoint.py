@@ -1,7 +1,7 @@
-"""Read checkpoints of a sharded model: one file with everything in it, or a folder with a part per rank.
+"""Checkpoints of a sharded model: one file with everything in it, or a folder with a part per rank.
 
-Both are written by Lightning itself in its own formats; a full checkpoint made here, or by any other strategy,
-loads everywhere.
+Both have Lightning's own formats; a full checkpoint made here, or by any other strategy, loads everywhere. Files are
+written by Lightning itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,16 +26,53 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tide_strategies.errors import TideConfigError
+from tide_strategies.integrations.averaging import sharded_like, sharded_tensors
 
 METADATA_FILE = "meta.pt"
+#: The entry of a checkpoint with a moving average of the model, beside its ``state_dict``.
+AVERAGE_KEY = "tide_ema"
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
     """Whether ``path`` is a folder written by a strategy with sharded checkpoints."""
     return path.is_dir() and (path / METADATA_FILE).is_file()
+
+
+def split_for_ranks(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Take out of a checkpoint what each rank writes its own part of; the rest goes into the metadata file."""
+    parts: dict[str, Any] = {"state_dict": checkpoint.pop("state_dict")}
+    for i, state in enumerate(checkpoint.pop("optimizer_states", [])):
+        parts[f"optimizer_{i}"] = state
+    if AVERAGE_KEY in checkpoint:
+        average = checkpoint[AVERAGE_KEY].pop("average")
+        checkpoint[AVERAGE_KEY]["dtypes"] = {name: tensor.dtype for name, tensor in average.items()}
+        parts[AVERAGE_KEY] = average
+    return parts
+
+
+def load_sharded_average(path: Path, module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Read the average of a sharded checkpoint, laid out like the module; a collective call.
+
+    Raises:
+        TideConfigError: if the average has tensors that the module has not.
+    """
+    tensors = sharded_tensors(module)
+    if unknown := sorted(dtypes.keys() - tensors.keys()):
+        raise TideConfigError(
+            f"the average in {str(path)!r} has tensors that this model has not: {', '.join(unknown)}. Resume with the "
+            f"model that it was made with."
+        )
+    average = {}
+    for name, dtype in dtypes.items():
+        tensor = tensors[name]
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        average[name] = sharded_like(tensor, torch.empty_like(local, dtype=dtype, requires_grad=False))
+    load({AVERAGE_KEY: average}, checkpoint_id=path)
+    return average
 
 
 def load_file(path: Path, *, weights_only: bool, where: str) -> dict[str, Any]:
