@@ -17,7 +17,8 @@ from torch import nn
 
 from tide_strategies.errors import TideConfigError
 
-WrapPolicy = Callable[[nn.Module], bool] | Collection[type[nn.Module] | str]
+# The list, itself a collection, comes first for LightningCLI: it is what can be written back to a file.
+WrapPolicy = list[type[nn.Module] | str] | Collection[type[nn.Module] | str] | Callable[[nn.Module], bool]
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 

@@ -8,6 +8,7 @@ that mixes both imports the class that it means from ``trainer_unified``, ``trai
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from importlib.util import find_spec
@@ -35,14 +36,15 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     modules = _LAZY[name]
-    return getattr(importlib.import_module(modules[_namespace_in_use(tuple(modules), name)]), name)
+    return getattr(importlib.import_module(modules[_namespace_in_use(tuple(modules))]), name)
 
 
-def _namespace_in_use(namespaces: tuple[str, ...], name: str) -> str:
+@functools.cache  # a choice once made stays: tools that read annotations (jsonargparse) import the other copy later
+def _namespace_in_use(namespaces: tuple[str, ...]) -> str:
     for namespace in namespaces:
         if namespace in sys.modules:
             return namespace
     for namespace in namespaces:
         if find_spec(namespace.partition(".")[0]) is not None:
             return namespace
-    raise ImportError(f"{name} needs one of {', '.join(namespaces)}; none is installed. Try: pip install lightning")
+    raise ImportError(f"this needs one of {', '.join(namespaces)}; none is installed. Try: pip install lightning")
