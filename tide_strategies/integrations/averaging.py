@@ -164,8 +164,9 @@ def gather_on_rank0(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in state.items():
         if isinstance(tensor, DTensor):
             # With CPU offload the shards are not where their ranks communicate.
-            on_mesh = tensor.to_local().to(tensor.device_mesh.device_type)
-            tensor = sharded_like(tensor, on_mesh).full_tensor()
+            on_mesh = sharded_like(tensor, tensor.to_local().to(tensor.device_mesh.device_type))
+            assert isinstance(on_mesh, DTensor)
+            tensor = on_mesh.full_tensor()
         if dist.get_rank() == 0:
             whole[name] = tensor.to("cpu", copy=True)
     return whole

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tide_strategies.errors import TideTimeoutError
+from tide_strategies.integrations.experts import ExpertGroups
 from tide_strategies.integrations.lightning.checkpoint import METADATA_FILE, split_for_ranks
 
 
@@ -40,7 +41,9 @@ class ShardedWriter:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._timeout,)  # threads and groups belong to this process
 
-    def write(self, checkpoint: dict[str, Any], path: Path, *, background: bool) -> None:
+    def write(
+        self, checkpoint: dict[str, Any], path: Path, *, background: bool, experts: ExpertGroups | None = None
+    ) -> None:
         """Write ``checkpoint`` (which loses its large parts) into the folder ``path``; a collective call.
 
         In the background, what is written are the values at the time of the call.
@@ -53,7 +56,7 @@ class ShardedWriter:
             path.unlink(missing_ok=True)
         path.mkdir(parents=True, exist_ok=True)
         index = None
-        parts = split_for_ranks(checkpoint)
+        parts = split_for_ranks(checkpoint, experts)
         if dist.get_rank() == 0:
             (path / METADATA_FILE).unlink(missing_ok=True)
             index = io.BytesIO()

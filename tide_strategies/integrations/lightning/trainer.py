@@ -19,12 +19,14 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from tide_strategies.config import TideConfig
 from tide_strategies.errors import TideConfigError, TidePeerError
 from tide_strategies.integrations.clipping import clip_grad_norm_, clip_grad_value_
+from tide_strategies.integrations.experts import ExpertGroups
 from tide_strategies.integrations.lightning.base import TideStrategyBase
 from tide_strategies.integrations.lightning.checkpoint import (
     AVERAGE_KEY,
@@ -37,7 +39,7 @@ from tide_strategies.integrations.lightning.checkpoint import (
     load_sharded_average,
 )
 from tide_strategies.integrations.lightning.ema import Ema
-from tide_strategies.integrations.lightning.options import check_flag
+from tide_strategies.integrations.lightning.options import check_experts, check_flag
 from tide_strategies.integrations.lightning.saving import ShardedWriter
 from tide_strategies.integrations.sharding import set_gradient_sync
 from tide_strategies.integrations.wrapping import WrapPolicy
@@ -68,7 +70,12 @@ class TrainerStrategy(TideStrategyBase, _Host):
         mp_policy: replaces the policy that follows from the Trainer's ``precision``.
         cpu_offload: keep shards, gradients and optimizer state in CPU memory.
         replicate_size: number of replicas of the shards (HSDP); must divide the number of processes.
-        sync_module_states: start from rank 0's parameters and buffers on all ranks.
+        expert_policy: modules that hold this rank's experts, named as in ``auto_wrap_policy``. They are sharded among
+            the ranks that hold the same experts.
+        expert_parallel_size: number E of parts of the experts; rank r holds part r mod E. :attr:`expert_mesh` has the
+            groups, for ``configure_model``.
+        sync_module_states: start from rank 0's parameters and buffers on all ranks (experts: from the first rank that
+            holds them).
         sync_every_microbatch: reduce gradients in each micro-batch of an accumulation (saves memory, costs time).
         state_dict_type: "full" writes checkpoints as one file with everything, "sharded" as a folder with a part per
             rank. Both kinds load, whichever is set.
@@ -93,6 +100,8 @@ class TrainerStrategy(TideStrategyBase, _Host):
         mp_policy: MixedPrecisionPolicy | None = None,
         cpu_offload: bool = False,
         replicate_size: int = 1,
+        expert_policy: WrapPolicy | None = None,
+        expert_parallel_size: int = 1,
         sync_module_states: bool = True,
         sync_every_microbatch: bool = False,
         state_dict_type: Literal["full", "sharded"] = "full",
@@ -116,6 +125,9 @@ class TrainerStrategy(TideStrategyBase, _Host):
             options=options,
         )
         check_flag("sync_every_microbatch", sync_every_microbatch)
+        check_experts(expert_policy, expert_parallel_size, replicate_size, state_dict_type)
+        self.expert_policy = expert_policy
+        self.expert_parallel_size = expert_parallel_size
         self.sync_every_microbatch = sync_every_microbatch
         super().__init__(
             tensor_parallel_size=1,
@@ -136,9 +148,13 @@ class TrainerStrategy(TideStrategyBase, _Host):
     def precision_plugin(self, plugin: Any) -> None:
         if plugin is not None:
             self._policy(plugin.precision)  # raises for precisions that do not work
-            plugin.clip_grad_by_norm = functools.partial(_clip_by_norm, plugin)
+            plugin.clip_grad_by_norm = functools.partial(self._clip_by_norm, plugin)
             plugin.clip_grad_by_value = functools.partial(_clip_by_value, plugin)
         self._precision_plugin = plugin
+
+    def _clip_by_norm(self, plugin: Any, optimizer: Optimizer, clip_val: float) -> None:
+        split = self._experts.split_further if self._experts is not None else None
+        clip_grad_norm_(plugin.main_params(optimizer), clip_val, split_further=split)
 
     def setup_environment(self) -> None:
         """Start the process group (first stage only) and lay out the mesh."""
@@ -151,7 +167,26 @@ class TrainerStrategy(TideStrategyBase, _Host):
         self._setup_distributed()
         if not continues:  # every mesh makes process groups of its own: one mesh serves all stages
             self._device_mesh = self._make_mesh()
+            self._experts = self._make_expert_groups()
         self.lightning_module._device_mesh = self._device_mesh
+
+    def _make_expert_groups(self) -> ExpertGroups | None:
+        world, parts, policy = self.num_nodes * self.num_processes, self.expert_parallel_size, self.expert_policy
+        check_experts(policy, parts, self.replicate_size, "full" if self.saves_whole_files else "sharded", world)
+        return None if policy is None else ExpertGroups.over(self.root_device.type, world, parts, policy)
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """All ranks as ``expert_parallel`` (between parts of the experts) by ``expert_shard`` (of the same part).
+
+        Raises:
+            TideConfigError: without ``expert_policy``, or before the Trainer has started processes.
+        """
+        if self._experts is None:
+            raise TideConfigError(
+                "expert_mesh is there from configure_model on, with expert_policy and expert_parallel_size set"
+            )
+        return self._experts.mesh
 
     def setup(self, trainer: Any) -> None:
         """Shard the model, apply TIDE, and create the optimizers (in ``fit``)."""
@@ -298,7 +333,8 @@ class TrainerStrategy(TideStrategyBase, _Host):
                 super().save_checkpoint(checkpoint, filepath, storage_options)
             else:
                 path = Path(self.broadcast(filepath))
-                self._sharded_writer.write(checkpoint, path, background=self._saves_in_background)
+                background, experts = self._saves_in_background, self._experts
+                self._sharded_writer.write(checkpoint, path, background=background, experts=experts)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.status != "running":  # nothing else would wait for it
             self._finish_saving()
@@ -353,11 +389,17 @@ class TrainerStrategy(TideStrategyBase, _Host):
         optimizers = list(self.optimizers) if fitting else []
         if is_sharded_checkpoint(path):
             by_key = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
-            load_sharded(path, self.model, "state_dict", by_key, strict)
+            load_sharded(path, self.model, "state_dict", by_key, strict, self._experts)
             rest = load_file(path / METADATA_FILE, weights_only=safe, where=how)
-            if AVERAGE_KEY in rest and any(isinstance(c, Ema) for c in self.lightning_module.trainer.callbacks):
-                rest[AVERAGE_KEY]["average"] = load_sharded_average(path, self.model, rest[AVERAGE_KEY]["dtypes"])
+            trainer: Any = self.lightning_module.trainer
+            if AVERAGE_KEY in rest and any(isinstance(c, Ema) for c in trainer.callbacks):
+                average = load_sharded_average(path, self.model, rest[AVERAGE_KEY]["dtypes"], self._experts)
+                rest[AVERAGE_KEY]["average"] = average
             return rest
+        if self.expert_parallel_size > 1:
+            raise TideConfigError(
+                f"{str(path)!r} is not a sharded checkpoint, and no other kind holds experts of several parts"
+            )
         checkpoint = load_file(path, weights_only=safe, where=how)
         load_full_module(self.model, checkpoint.pop("state_dict"), strict)
         # A checkpoint of weights alone has no states; Lightning itself then says that it cannot resume from it.
@@ -369,10 +411,6 @@ class TrainerStrategy(TideStrategyBase, _Host):
 def _is_a(thing: object, name: str) -> bool:
     """Whether the thing is of the class, in either copy of Lightning."""
     return any(c.__name__ == name for c in type(thing).__mro__)
-
-
-def _clip_by_norm(plugin: Any, optimizer: Optimizer, clip_val: float) -> None:
-    clip_grad_norm_(plugin.main_params(optimizer), clip_val)
 
 
 def _clip_by_value(plugin: Any, optimizer: Optimizer, clip_val: float) -> None:
