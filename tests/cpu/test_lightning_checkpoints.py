@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 
 import lightning_ema
+import lightning_experts
 import lightning_saving
 import pytest
 import torch
@@ -171,7 +172,7 @@ def check_mistakes(pl, folder):
 
 CHECKS = {
     name: f
-    for namespace in (globals(), vars(lightning_ema), vars(lightning_saving))
+    for namespace in (globals(), vars(lightning_ema), vars(lightning_experts), vars(lightning_saving))
     for name, f in sorted(namespace.items())
     if name.startswith("check_")
 }

@@ -72,7 +72,7 @@ class ExpertGroups:
         kept = [name for m in experts for name in m.state_dict() if name in dict(m.named_buffers())]
         if kept:
             raise TideConfigError(
-                f"experts have the buffers {', '.join(kept)}, which checkpoints could hold for one part only. Make them "
+                f"experts have the buffers {', '.join(kept)}, which checkpoints hold for one part only. Make them "
                 f"parameters with requires_grad=False, or register them with persistent=False."
             )
         shapes = [(name, tuple(p.shape)) for m in experts for name, p in m.named_parameters()]
