@@ -122,6 +122,7 @@ def shard_module(
             f"tide_fsdp works with FSDP2 (fully_shard), but FSDP1's FullyShardedDataParallel wraps "
             f"{', '.join(wrapped)}. Leave the model unwrapped: the strategy shards it."
         )
+    _refuse_other_dtensors(root)
     if has_meta_tensors(root):
         check_can_materialize(root)
     by_user = any(isinstance(m, FSDPModule) for m in root.modules())
@@ -160,6 +161,18 @@ def shard_module(
         shard(unit, mp_policy, options.reshard_after_forward)
     # The root's inputs are the batch. Casting it would also round labels and targets, so it stays as it is.
     shard(root, replace(mp_policy, cast_forward_inputs=False), None)
+
+
+def _refuse_other_dtensors(root: nn.Module) -> None:
+    """Raise if a parameter is a DTensor for another reason than ``fully_shard``."""
+    sharded = {id(p) for m in root.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
+    others = [n for n, p in root.named_parameters() if isinstance(p, DTensor) and id(p) not in sharded]
+    if others:
+        raise TideConfigError(
+            f"{', '.join(others)}: DTensors before sharding, as tensor parallelism makes them. tide_fsdp does data "
+            f"parallelism only; use Lightning's ModelParallelStrategy for both, or fully_shard and "
+            f"tide_strategies.apply_tide in plain PyTorch, where such groups keep stock collectives (TIDE-F012)."
+        )
 
 
 @torch.no_grad()
