@@ -104,8 +104,8 @@ def check_experts_by_option(pl, folder):
             if isinstance(self.network, nn.Identity):
                 self.network = network(self.trainer.strategy.expert_mesh.get_group("expert_parallel"))
 
-    def fit(epochs, **kw):
-        options = {"expert_policy": {"Experts"}, "expert_parallel_size": 2, "state_dict_type": "sharded"}
+    def fit(epochs, parts=2, **kw):
+        options = {"expert_policy": {"Experts"}, "expert_parallel_size": parts, "state_dict_type": "sharded"}
         module = Routed()
         trainer = trainer_of(
             pl, strategy_of(pl, **options), max_epochs=epochs, gradient_clip_val=0.5, callbacks=[ema_of(pl)]
@@ -119,11 +119,15 @@ def check_experts_by_option(pl, folder):
     trainer.save_checkpoint(folder / "two.ckpt")
     trainer = fit(2, ckpt_path=folder / "one.ckpt")
     trainer.save_checkpoint(folder / "resumed.ckpt")
+    # In one part, all experts on both ranks, from the same checkpoint.
+    fit(2, parts=1, ckpt_path=folder / "one.ckpt").save_checkpoint(folder / "undivided.ckpt")
     groups = {g.name.rpartition(".")[2]: g for g in trainer.strategy.tide_report().groups}
     assert groups["experts"].code == "TIDE-F010", groups  # two parts on two ranks: nobody shares one
-    whole = {name: whole_file(folder, name) for name in ("two", "resumed")}
+    whole = {name: whole_file(folder, name) for name in ("two", "resumed", "undivided")}
     expected = reference(network(), adam, epochs=2, clip_norm=0.5)
     assert_close(whole["two"]["state_dict"], {f"network.{k}": v for k, v in expected.items()})
+    for key in ("state_dict", "tide_ema"):
+        assert_close(whole["undivided"][key], whole["two"][key])
     for key in ("state_dict", "tide_ema", "optimizer_0"):
         assert flat(whole["two"][key]).keys() == flat(whole["resumed"][key]).keys()
         for name, value in flat(whole["two"][key]).items():

@@ -1,4 +1,8 @@
-"""Checkpoints of ``tide_fsdp``: full and sharded, resumed bit for bit, read without running their code."""
+"""Checkpoints of ``tide_fsdp``: full and sharded, resumed bit for bit, read without running their code.
+
+The same launch serves moving averages (``lightning_ema``), writing in the background (``lightning_saving``), expert
+subgroups (``lightning_experts``) and the likeliest mistakes (``lightning_mistakes``).
+"""
 
 from importlib.util import find_spec
 
@@ -165,7 +169,7 @@ def run_all(rank, world, arg):
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     root = str(tmp_path_factory.mktemp("checkpoints"))
-    return launch(2, run_all, ("lightning.pytorch", tuple(CHECKS), root), timeout=200, pg_timeout=30)
+    return launch(2, run_all, ("lightning.pytorch", tuple(CHECKS), root), timeout=280, pg_timeout=30)
 
 
 @pytest.mark.parametrize("name", CHECKS)
