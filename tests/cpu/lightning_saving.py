@@ -77,8 +77,11 @@ def check_saving_in_the_background(pl, folder):
 
 def check_model_checkpoint_in_the_background(pl, folder):
     keep = pl.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_last=True)
-    trainer = trainer_in_background(pl, "sharded", [keep], enable_checkpointing=True, max_epochs=2)
+    seen = []
+    look = on(pl, on_train_batch_end=lambda t, m: seen.append({p.name for p in folder.glob("step*/meta.pt")}))
+    trainer = trainer_in_background(pl, "sharded", [keep, look], enable_checkpointing=True, max_epochs=2)
     trainer.fit(module_class(pl)(), part_loader())
+    assert all(seen[1:]), "an old checkpoint goes only when the new one is whole"
     assert {p.name for p in folder.iterdir()} == {"step=8.ckpt", "last.ckpt"}
     assert all((p / "meta.pt").is_file() for p in folder.iterdir())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
@@ -37,6 +38,7 @@ class ShardedWriter:
         self._threads: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._path: Path | None = None
+        self._afterwards: list[Callable[[], None]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._timeout,)  # threads and groups belong to this process
@@ -71,6 +73,13 @@ class ShardedWriter:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tide-checkpoint")
         self._path, self._pending = path, self._threads.submit(_write, parts, path, index, self._group)
 
+    def afterwards(self, action: Callable[[], None]) -> None:
+        """Do something now, or when the checkpoint that is being written is known to be whole; not if it fails."""
+        if self._pending is None:
+            action()
+        else:
+            self._afterwards.append(action)
+
     def wait(self) -> None:
         """Return once nothing is being written.
 
@@ -83,6 +92,7 @@ class ShardedWriter:
             return
         assert self._threads is not None
         self._threads.shutdown(wait=False)
+        actions, self._afterwards = self._afterwards, []
         try:
             pending.result(self._timeout.total_seconds())
         except FutureTimeoutError:
@@ -93,6 +103,8 @@ class ShardedWriter:
                 f"{self._timeout.total_seconds():g} s; is its file system reachable? timeout= of the strategy sets "
                 f"how long to wait"
             ) from None
+        for action in actions:
+            action()
 
 
 def _copy(tensor: Tensor) -> Tensor:

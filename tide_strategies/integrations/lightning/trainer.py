@@ -326,7 +326,8 @@ class TrainerStrategy(TideStrategyBase, _Host):
         """Write a checkpoint; with ``AsyncCheckpointIO`` while training goes on. A collective call.
 
         Raises:
-            TideError: on every rank, if a rank could not write this checkpoint or the one before it.
+            TidePeerError: if another rank could not write this checkpoint or the one before it; that rank raises what
+                kept it from doing so.
         """
         with self._failing_together("write a checkpoint"):
             if self.saves_whole_files or storage_options is not None:
@@ -340,9 +341,8 @@ class TrainerStrategy(TideStrategyBase, _Host):
             self._finish_saving()
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint, once nothing is being written."""
-        self._sharded_writer.wait()
-        super().remove_checkpoint(filepath)
+        """Delete a checkpoint; while another is being written, once that one is whole."""
+        self._sharded_writer.afterwards(functools.partial(super().remove_checkpoint, filepath))
 
     def on_train_end(self) -> None:
         """Training is done when its checkpoints are written."""
