@@ -169,7 +169,7 @@ def run_all(rank, world, arg):
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     root = str(tmp_path_factory.mktemp("checkpoints"))
-    return launch(2, run_all, ("lightning.pytorch", tuple(CHECKS), root), timeout=280, pg_timeout=30)
+    return launch(2, run_all, ("lightning.pytorch", tuple(CHECKS), root), timeout=200, pg_timeout=30)
 
 
 @pytest.mark.parametrize("name", CHECKS)
