@@ -163,7 +163,7 @@ def module_class(pl):
     class Module(pl.LightningModule):
         def __init__(self, network=None, optimizer_of=sgd):
             super().__init__()
-            self.network = network or Network()
+            self.network = Network() if network is None else network
             self.optimizer_of = optimizer_of
 
         def forward(self, x):

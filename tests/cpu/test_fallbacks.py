@@ -7,6 +7,8 @@ import resource
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -256,6 +258,9 @@ def _parallel_forward(block: Any, x: torch.Tensor) -> torch.Tensor:
     return x + block.scale * block.down(torch.relu(y)).full_tensor()
 
 
+HAS_LIGHTNING = find_spec("lightning") is not None
+
+
 def _several_meshes() -> Any:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
@@ -275,13 +280,24 @@ FOUR_RANKS: dict[str, tuple[str, str, Callable[[], Any]]] = {
 }
 
 
-def _run_four(rank: int, world: int, _: Any) -> dict[str, Any]:
-    return _mixed(rank, world, FOUR_RANKS)
+def _run_four(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    results = _mixed(rank, world, FOUR_RANKS)
+    if HAS_LIGHTNING:
+        import lightning_experts
+
+        lightning_experts.with_four_ranks(folder)
+        results["expert subgroups"] = True
+    return results
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> list[dict[str, Any]]:
-    return launch(4, _run_four, timeout=150)
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return launch(4, _run_four, tmp_path_factory.mktemp("four"), timeout=150)
+
+
+@pytest.mark.skipif(not HAS_LIGHTNING, reason="needs lightning")
+def test_experts_in_two_parts_of_two_ranks_each_run_on_tide(four_ranks: list[dict[str, Any]]) -> None:
+    assert [r["expert subgroups"] for r in four_ranks] == [True] * 4
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)

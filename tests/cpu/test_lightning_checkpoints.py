@@ -1,7 +1,15 @@
-"""Checkpoints of ``tide_fsdp``: full and sharded, resumed bit for bit, read without running their code."""
+"""Checkpoints of ``tide_fsdp``: full and sharded, resumed bit for bit, read without running their code.
+
+The same launch serves moving averages (``lightning_ema``), writing in the background (``lightning_saving``), expert
+subgroups (``lightning_experts``) and the likeliest mistakes (``lightning_mistakes``).
+"""
 
 from importlib.util import find_spec
 
+import lightning_ema
+import lightning_experts
+import lightning_mistakes
+import lightning_saving
 import pytest
 import torch
 from harness import launch
@@ -148,26 +156,8 @@ def check_model_checkpoint_callback(pl, folder):
     assert (folder / "last.ckpt" / "meta.pt").is_file()
 
 
-def check_mistakes(pl, folder):
-    fitted = fit(pl, module_class(pl)(), "full", epochs=1)
-    fitted.save_checkpoint(folder / "one.ckpt")
-    with pytest.raises(FileNotFoundError, match=r"neither a file nor a folder with meta.pt"):
-        fit(pl, module_class(pl)(), "full", epochs=2, resume=folder / "none.ckpt")
-
-    class Two(module_class(pl)):
-        def configure_optimizers(self):
-            return adamw(self.network.blocks.parameters()), adamw(self.network.head.parameters())
-
-        def training_step(self, batch, index):
-            raise AssertionError("must not get here")
-
-    two = Two()
-    two.automatic_optimization = False
-    with pytest.raises(TideConfigError, match=r"state of 1 optimizer\(s\), but 2 are configured"):
-        fit(pl, two, "full", epochs=2, resume=folder / "one.ckpt")
-
-
-CHECKS = {name: f for name, f in sorted(globals().items()) if name.startswith("check_")}
+PARTS = (globals(), vars(lightning_ema), vars(lightning_experts), vars(lightning_saving))
+CHECKS = {n: f for part in PARTS for n, f in sorted(part.items()) if n.startswith("check_")} | lightning_mistakes.CHECKS
 
 
 def run_all(rank, world, arg):

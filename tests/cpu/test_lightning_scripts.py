@@ -77,7 +77,50 @@ if __name__ == "__main__":
 """
 
 
-def run(folder, script):
+# What a LightningCLI program looks like: no Trainer in it.
+CLI = """
+class Program(Module):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 8)), batch_size=2)
+
+    def on_train_end(self):
+        strategy = self.trainer.strategy
+        options = (strategy.saves_whole_files, strategy.tide_config.timeout_s, strategy.sharding.min_num_params)
+        assert options == (True, 60, 10), options
+        assert [type(c).__name__ for c in self.trainer.callbacks if "Tide" in type(c).__name__] == ["TideEMA"]
+
+if __name__ == "__main__":
+    import contextlib, sys
+    from pytorch_lightning.cli import LightningCLI
+    if "LOCAL_RANK" not in os.environ:  # all options into a file, then train with that
+        with open("printed.yaml", "w") as file, contextlib.redirect_stdout(file), contextlib.suppress(SystemExit):
+            LightningCLI(Program, args=[*sys.argv[1:], "--print_config"])
+        sys.argv[1:] = ["fit", "--config", "printed.yaml"]
+    cli = LightningCLI(Program, save_config_callback=None)
+    cli.trainer.save_checkpoint("last.ckpt")
+    os.write(1, b"STEPS %d\\n" % cli.trainer.global_step)
+"""
+CLI_FILE = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  accumulate_grad_batches: 2
+  logger: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  callbacks:
+  - class_path: tide_strategies.integrations.lightning.TideEMA
+    init_args: {decay: 0.9}
+  strategy:
+    class_path: tide_strategies.TideFSDPStrategy
+    init_args:
+      auto_wrap_policy: [Block]
+      min_num_params: 10
+      tide: {timeout_s: 60}
+"""
+
+
+def run(folder, script, *arguments):
     (folder / "train.py").write_text(script)
     # A checkout that is not installed has no entry point; then the search path stands in for the installation.
     path = [str(ROOT), *([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])]
@@ -85,7 +128,7 @@ def run(folder, script):
     env = {k: v for k, v in os.environ.items() if k not in drop}
     env.update(PYTHONPATH=os.pathsep.join(path), OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
     return subprocess.run(
-        [sys.executable, "train.py"], cwd=folder, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "train.py", *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=120
     )
 
 
@@ -107,12 +150,18 @@ def test_by_name(tmp_path):
     check(run(tmp_path, script), tmp_path, groups=3)
 
 
-def test_by_instance_in_the_standalone_namespace(tmp_path):
+def test_lightning_cli_by_class_path_in_the_standalone_namespace(tmp_path):
+    """Options in a file, printed in full by ``--print_config``, and the printed file trains."""
     pytest.importorskip("pytorch_lightning")
-    imports = "from tide_strategies import TideFSDPStrategy"
-    strategy = "TideFSDPStrategy(auto_wrap_policy={Block}, min_num_params=10, timeout_s=60)"
-    script = TRAINER.format(pl="pytorch_lightning", imports=imports, strategy=strategy, devices=2, fail=False)
-    check(run(tmp_path, script), tmp_path, groups=3)
+    pytest.importorskip("jsonargparse")
+    script = TRAINER.format(pl="pytorch_lightning", imports=IMPORT, strategy="None", devices=2, fail=False)
+    (tmp_path / "given.yaml").write_text(CLI_FILE)
+    script = script.partition("if __name__")[0] + CLI
+    done = run(tmp_path, script, "fit", "--config", "given.yaml", "--trainer.max_epochs=2")
+    check(done, tmp_path, groups=3)
+    printed = (tmp_path / "printed.yaml").read_text()
+    for line in ("timeout_s: 60", "max_epochs: 2", "- Block", "reshard_after_forward: true"):
+        assert line in printed, printed
 
 
 def test_fabric_by_name(tmp_path):

@@ -284,6 +284,17 @@ def check_sync_batchnorm_is_applied(pl):
     assert isinstance(module.network.norm, nn.SyncBatchNorm)
 
 
+def check_compiled_network(pl):
+    """Everything in the LightningModule compiled at once, in place or as a wrapper."""
+    for compiled in (lambda n: n.compile(backend="eager") or n, lambda n: torch.compile(n, backend="eager")):
+        network = Network()
+        expected = reference(network, sgd)
+        trainer = trainer_of(pl)
+        trainer.fit(module_class(pl)(compiled(network)), part_loader())
+        assert {g.path for g in trainer.strategy.tide_report().groups} == {"tide"}
+        assert_close(full_state(network), expected)
+
+
 # ---- meta device
 
 
@@ -326,21 +337,6 @@ def check_meta_device(pl):
         assert torch.equal(other, value)
 
 
-def check_meta_tensor_without_initialiser_is_named(pl):
-    class Bare(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(3))
-
-    class Late(module_class(pl)):
-        def configure_model(self):
-            with torch.device("meta"):
-                self.network.extra = Bare()
-
-    with pytest.raises(TideConfigError, match=r"network\.extra\.weight"):
-        trainer_of(pl).fit(Late(), loader())
-
-
 # ---- numbers for loggers
 
 
@@ -371,27 +367,6 @@ def check_monitor_gives_loggers_the_numbers_of_a_step(pl):
         assert metrics["tide/moved_mib"] > 0
     with pytest.raises(TideConfigError, match="TideMonitor needs Trainer"):
         trainer_of(pl, strategy="ddp", callbacks=[monitor()]).fit(module_class(pl)(), loader())
-
-
-# ---- mistakes
-
-
-def check_mistakes(pl):
-    fit = lambda **kw: trainer_of(pl, **kw).fit(module_class(pl)(), loader())  # noqa: E731
-    with pytest.raises(
-        TideConfigError, match=r"replicate_size=3 does not divide the 2 processes.*possible values: 1, 2"
-    ):
-        fit(strategy=strategy_of(pl, replicate_size=3))
-    with pytest.raises(TideConfigError, match=r"precision='64-true' is not supported.*'bf16-mixed'"):
-        fit(precision="64-true")
-    with pytest.raises(TideConfigError, match="did you mean 'Block'"):
-        fit(strategy=strategy_of(pl, auto_wrap_policy={"Blok"}))
-    averaging = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1)
-    with pytest.raises(TideConfigError, match="StochasticWeightAveraging copies and averages whole models"):
-        fit(callbacks=[averaging])
-    if hasattr(pl.callbacks, "EMAWeightAveraging"):
-        with pytest.raises(TideConfigError, match="WeightAveraging copies and averages whole models"):
-            fit(callbacks=[pl.callbacks.EMAWeightAveraging()])
 
 
 CHECKS = {name: f for name, f in sorted(globals().items()) if name.startswith("check_")}

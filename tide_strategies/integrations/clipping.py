@@ -7,11 +7,12 @@ which fails as soon as two of them live on different meshes.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 # The device on which a gradient's ranks communicate, and the process groups over which it is sharded.
@@ -20,9 +21,20 @@ _Layout = tuple[torch.device, tuple[dist.ProcessGroup, ...]]
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    split_further: Mapping[DeviceMesh, dist.ProcessGroup] | None = None,
 ) -> Tensor:
     """Scale gradients in place so that their joint norm is at most ``max_norm``; a collective call.
+
+    Args:
+        parameters: those whose gradients count.
+        max_norm: the largest norm that is left alone.
+        norm_type: order of the norm.
+        error_if_nonfinite: raise rather than scale by a norm that is infinite or NaN.
+        split_further: mesh -> the group whose ranks hold different tensors under the names on that mesh (experts).
 
     Returns:
         The norm before clipping: a plain fp32 tensor with one element, equal on all ranks.
@@ -31,7 +43,7 @@ def clip_grad_norm_(
         RuntimeError: if ``error_if_nonfinite`` and the norm is infinite or NaN (on every rank alike).
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    total = _total_norm(grads, norm_type)
+    total = _total_norm(grads, norm_type, split_further or {})
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The total gradient norm of order {norm_type} is {total.item()}, so gradients cannot be clipped. "
@@ -52,12 +64,12 @@ def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
             _local(parameter.grad).clamp_(min=-clip_value, max=clip_value)
 
 
-def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
+def _total_norm(grads: list[Tensor], norm_type: float, split_further: Mapping[DeviceMesh, dist.ProcessGroup]) -> Tensor:
     if not grads:
         return torch.zeros(())
     shards_by_layout: dict[_Layout, list[Tensor]] = {}
     for grad in grads:
-        shards_by_layout.setdefault(_layout(grad), []).append(_local(grad))
+        shards_by_layout.setdefault(_layout(grad, split_further), []).append(_local(grad))
     infinite = norm_type == float("inf")
     totals = []
     for (device, groups), shards in shards_by_layout.items():
@@ -74,7 +86,7 @@ def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
     return total
 
 
-def _layout(grad: Tensor) -> _Layout:
+def _layout(grad: Tensor, split_further: Mapping[DeviceMesh, dist.ProcessGroup]) -> _Layout:
     """Where parts of the gradient are: replicated dimensions of its mesh are left out.
 
     The device is the mesh's, not the tensor's: with CPU offload the gradients of a GPU mesh are in CPU memory.
@@ -83,7 +95,8 @@ def _layout(grad: Tensor) -> _Layout:
         return grad.device, ()
     mesh = grad.device_mesh
     groups = tuple(mesh.get_group(dim) for dim, placement in enumerate(grad.placements) if placement.is_shard())
-    return torch.device(mesh.device_type), groups
+    further = split_further.get(mesh)
+    return torch.device(mesh.device_type), (*groups, further) if further is not None else groups
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tide_strategies.errors import TideConfigError
+from tide_strategies.integrations.experts import ExpertGroups
 from tide_strategies.integrations.materialize import check_can_materialize, has_meta_tensors, materialize
 from tide_strategies.integrations.wrapping import WrapPolicy, plan_units
 
@@ -93,9 +94,16 @@ def policy_for_precision(precision: str) -> MixedPrecisionPolicy:
 
 
 def shard_module(
-    root: nn.Module, mesh: DeviceMesh, device: torch.device, options: ShardingOptions, mp_policy: MixedPrecisionPolicy
+    root: nn.Module,
+    mesh: DeviceMesh,
+    device: torch.device,
+    options: ShardingOptions,
+    mp_policy: MixedPrecisionPolicy,
+    experts: ExpertGroups | None = None,
 ) -> None:
     """Shard ``root`` in place over ``mesh`` (1-D, or 2-D to replicate over its first dimension).
+
+    Experts are sharded among the ranks that hold the same ones.
 
     A module that is an FSDP2 root already is left alone. Where the user has sharded parts of it, those parts
     stay as they are and the rest becomes the root's group.
@@ -114,23 +122,38 @@ def shard_module(
             f"tide_fsdp works with FSDP2 (fully_shard), but FSDP1's FullyShardedDataParallel wraps "
             f"{', '.join(wrapped)}. Leave the model unwrapped: the strategy shards it."
         )
+    _refuse_other_dtensors(root)
     if has_meta_tensors(root):
         check_can_materialize(root)
     by_user = any(isinstance(m, FSDPModule) for m in root.modules())
-    units = [] if by_user else plan_units(root, options.auto_wrap_policy, options.min_num_params)
+    apart = experts.modules(root, device) if experts is not None else []
+    units = [] if by_user else plan_units(root, options.auto_wrap_policy, options.min_num_params, apart)
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy()
 
     replaced: dict[Tensor, Tensor] = {}
 
-    def shard(module: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | int | None) -> None:
+    def shard(
+        module: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | int | None, over: DeviceMesh = mesh
+    ) -> None:
         materialize(module, device, replaced)
         if options.sync_module_states:
-            broadcast_from_rank0(module, device)
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+            broadcast_from_rank0(module, device, None if over is mesh else over.get_group())
+        fully_shard(module, mesh=over, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
 
+    for module in apart:
+        assert experts is not None
+        shard(module, mp_policy, options.reshard_after_forward, experts.shard_mesh)
+        assert isinstance(module, FSDPModule)
+        # An expert sees the tokens of all ranks: its gradient is the mean over all of them, not over its group.
+        module.set_gradient_divide_factor(experts.mesh.size())
+    in_experts = {id(m) for module in apart for m in module.modules()}
     if mp_policy.param_dtype is not None and not by_user:
         # Batch norm keeps running statistics in fp32 buffers next to its parameters: all of it stays in fp32.
-        norms = [m for m in root.modules() if isinstance(m, _BatchNorm) and any(True for _ in m.parameters())]
+        norms = [
+            m
+            for m in root.modules()
+            if isinstance(m, _BatchNorm) and any(True for _ in m.parameters()) and id(m) not in in_experts
+        ]
         for norm in norms:
             shard(norm, MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype), options.reshard_after_forward)
         units = [m for m in units if not isinstance(m, _BatchNorm)]
@@ -140,9 +163,23 @@ def shard_module(
     shard(root, replace(mp_policy, cast_forward_inputs=False), None)
 
 
+def _refuse_other_dtensors(root: nn.Module) -> None:
+    """Raise if a parameter is a DTensor for another reason than ``fully_shard``."""
+    sharded = {id(p) for m in root.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
+    others = [n for n, p in root.named_parameters() if isinstance(p, DTensor) and id(p) not in sharded]
+    if others:
+        raise TideConfigError(
+            f"{', '.join(others)}: DTensors before sharding, as tensor parallelism makes them. tide_fsdp does data "
+            f"parallelism only; use Lightning's ModelParallelStrategy for both, or fully_shard and "
+            f"tide_strategies.apply_tide in plain PyTorch, where such groups keep stock collectives (TIDE-F012)."
+        )
+
+
 @torch.no_grad()
-def broadcast_from_rank0(module: nn.Module, device: torch.device) -> None:
-    """Overwrite parameters and buffers with rank 0's; those sharded already are left out. A collective call.
+def broadcast_from_rank0(module: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite parameters and buffers with those of rank 0 (of the group); those sharded already are left out.
+
+    A collective call of all ranks, or of the group's.
 
     Tensors travel in buckets through ``device``, since a process group may serve that device only.
     """
@@ -153,18 +190,18 @@ def broadcast_from_rank0(module: nn.Module, device: torch.device) -> None:
         bucket.append(tensor)
         size += tensor.numel() * tensor.element_size()
         if size >= _BROADCAST_BYTES:
-            _broadcast_bucket(bucket, device)
+            _broadcast_bucket(bucket, device, group)
             bucket, size = [], 0
-    _broadcast_bucket(bucket, device)
+    _broadcast_bucket(bucket, device, group)
 
 
-def _broadcast_bucket(bucket: Iterable[Tensor], device: torch.device) -> None:
+def _broadcast_bucket(bucket: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup | None) -> None:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in bucket:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for tensors in by_dtype.values():
         flat = torch.cat([t.detach().reshape(-1).to(device) for t in tensors])
-        dist.broadcast(flat, src=0)
+        dist.broadcast(flat, group=group, group_src=0)
         for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 

@@ -17,12 +17,15 @@ from torch import nn
 
 from tide_strategies.errors import TideConfigError
 
-WrapPolicy = Callable[[nn.Module], bool] | Collection[type[nn.Module] | str]
+# The list, itself a collection, comes first for LightningCLI: it is what can be written back to a file.
+WrapPolicy = list[type[nn.Module] | str] | Collection[type[nn.Module] | str] | Callable[[nn.Module], bool]
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 
 
-def plan_units(root: nn.Module, policy: WrapPolicy | None = None, min_num_params: int = 0) -> list[nn.Module]:
+def plan_units(
+    root: nn.Module, policy: WrapPolicy | None = None, min_num_params: int = 0, apart: Collection[nn.Module] = ()
+) -> list[nn.Module]:
     """The modules below ``root`` to hand to ``fully_shard``, innermost first; the root itself is not among them.
 
     Args:
@@ -31,6 +34,7 @@ def plan_units(root: nn.Module, policy: WrapPolicy | None = None, min_num_params
             do), else the elements of lists of repeated blocks. A collection of classes (or class names) takes
             their instances; a function ``module -> bool`` decides for each module that has a ``forward``.
         min_num_params: units with fewer parameters of their own join the group around them.
+        apart: modules that are no part of the plan, whatever is in them.
 
     Parameters shared between modules always end up in one group: a candidate that shares a parameter with a
     module outside it is left to the closest module that holds all of the sharers.
@@ -38,12 +42,13 @@ def plan_units(root: nn.Module, policy: WrapPolicy | None = None, min_num_params
     Raises:
         TideConfigError: if ``policy`` has another type, or names a class the model does not contain.
     """
-    candidates = _automatic(root) if policy is None else _by_policy(root, policy)
+    candidates = _automatic(root) if policy is None else modules_by_policy(root, policy)
+    excluded = {id(m) for outer in apart for m in outer.modules()}
     owners = _owners(root)
     depth = {id(m): name.count(".") for name, m in root.named_modules()}
     units: list[nn.Module] = []
-    taken: set[int] = set()
-    for module in sorted(candidates, key=lambda m: -depth[id(m)]):
+    taken = {id(p) for outer in apart for p in outer.parameters()}
+    for module in sorted((m for m in candidates if id(m) not in excluded), key=lambda m: -depth[id(m)]):
         inside = {id(m) for m in module.modules()}
         own = [p for p in module.parameters() if id(p) not in taken]
         shares_outside = any(not owners[id(p)] <= inside for p in own)
@@ -59,20 +64,25 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
-def _by_policy(root: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
+def modules_by_policy(root: nn.Module, policy: WrapPolicy, option: str = "auto_wrap_policy") -> list[nn.Module]:
+    """The modules below ``root`` that a policy chooses; ``option`` is its name in errors.
+
+    Raises:
+        TideConfigError: if ``policy`` has another type, or names a class the model does not contain.
+    """
     modules = [m for m in root.modules() if m is not root]
     if isinstance(policy, Collection) and not isinstance(policy, str):
-        wanted = _classes(root, policy)
+        wanted = _classes(root, policy, option)
         return [m for m in modules if type(m) in wanted]
     if not callable(policy) or isinstance(policy, type) or hasattr(policy, "_run_policy"):
         raise TideConfigError(
-            f"auto_wrap_policy must be None, a collection of module classes or class names, or a function "
+            f"{option} must be None, a collection of module classes or class names, or a function "
             f"module -> bool; got {policy!r}. Write a single class as {{Block}}."
         )
     return [m for m in modules if has_forward(m) and policy(m)]
 
 
-def _classes(root: nn.Module, policy: Collection[Any]) -> set[type[nn.Module]]:
+def _classes(root: nn.Module, policy: Collection[Any], option: str) -> set[type[nn.Module]]:
     """Resolve classes and class names to the classes present in the model."""
     present = {type(m) for m in root.modules() if m is not root}
     chosen: set[type[nn.Module]] = set()
@@ -82,19 +92,19 @@ def _classes(root: nn.Module, policy: Collection[Any]) -> set[type[nn.Module]]:
         elif isinstance(entry, type) and issubclass(entry, nn.Module):
             found = {c for c in present if issubclass(c, entry)}
         else:
-            raise TideConfigError(f"auto_wrap_policy lists module classes or class names; got {entry!r}")
+            raise TideConfigError(f"{option} lists module classes or class names; got {entry!r}")
         if not found:
             name = entry if isinstance(entry, str) else entry.__name__
             names = sorted(c.__name__ for c in present)
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise TideConfigError(
-                f"auto_wrap_policy names {name!r}, but the model has no such module{hint} It has: {', '.join(names)}."
+                f"{option} names {name!r}, but the model has no such module{hint} It has: {', '.join(names)}."
             )
         bare = sorted(c.__name__ for c in found if c.forward is nn.Module.forward)
         if bare:
             raise TideConfigError(
-                f"auto_wrap_policy names {', '.join(bare)}, a container without a forward(): FSDP2 could never "
+                f"{option} names {', '.join(bare)}, a container without a forward(): FSDP2 could never "
                 f"gather its parameters. Name the class of its elements instead."
             )
         chosen |= found

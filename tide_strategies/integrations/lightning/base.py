@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tide_strategies.config import TideConfig
 from tide_strategies.errors import TideConfigError
+from tide_strategies.integrations.experts import ExpertGroups
 from tide_strategies.integrations.lightning import options as opt
 from tide_strategies.integrations.sharding import ShardingOptions, policy_for_precision, shard_module
 from tide_strategies.integrations.summary import summary_line
@@ -53,6 +54,7 @@ class TideStrategyBase(_Host):
         self._tide_handles: list[TideHandle] = []
         self._last_report: TideReport | None = None
         self._summary_due = False
+        self._experts: ExpertGroups | None = None
 
     # ---- processes and mesh
 
@@ -107,7 +109,8 @@ class TideStrategyBase(_Host):
         return self.sharding.mp_policy or policy
 
     def _shard(self, module: nn.Module, precision: str) -> None:
-        shard_module(module, self._data_parallel_mesh, self.root_device, self.sharding, self._policy(precision))
+        mesh, policy = self._data_parallel_mesh, self._policy(precision)
+        shard_module(module, mesh, self.root_device, self.sharding, policy, self._experts)
 
     # ---- TIDE
 
@@ -140,4 +143,4 @@ class TideStrategyBase(_Host):
     def __getstate__(self) -> dict[str, Any]:
         # Handles and meshes belong to this process.
         host = getattr(super(), "__getstate__", None)  # absent from Fabric's strategies on Python 3.10
-        return {**(host() if host else vars(self)), "_tide_handles": [], "_device_mesh": None}
+        return {**(host() if host else vars(self)), "_tide_handles": [], "_device_mesh": None, "_experts": None}

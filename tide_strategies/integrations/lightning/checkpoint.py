@@ -1,7 +1,7 @@
-"""Read checkpoints of a sharded model: one file with everything in it, or a folder with a part per rank.
+"""Checkpoints of a sharded model: one file with everything in it, or a folder with a part per rank.
 
-Both are written by Lightning itself in its own formats; a full checkpoint made here, or by any other strategy,
-loads everywhere.
+Both have Lightning's own formats; a full checkpoint made here, or by any other strategy, loads everywhere. Files are
+written by Lightning itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,16 +26,59 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tide_strategies.errors import TideConfigError
+from tide_strategies.integrations.averaging import sharded_like, sharded_tensors
+from tide_strategies.integrations.experts import ExpertGroups
 
 METADATA_FILE = "meta.pt"
+#: The entry of a checkpoint with a moving average of the model, beside its ``state_dict``.
+AVERAGE_KEY = "tide_ema"
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
     """Whether ``path`` is a folder written by a strategy with sharded checkpoints."""
     return path.is_dir() and (path / METADATA_FILE).is_file()
+
+
+def split_for_ranks(checkpoint: dict[str, Any], experts: ExpertGroups | None = None) -> dict[str, Any]:
+    """Take out of a checkpoint what each rank writes its own part of; the rest goes into the metadata file."""
+    parts: dict[str, Any] = {"state_dict": checkpoint.pop("state_dict")}
+    for i, state in enumerate(checkpoint.pop("optimizer_states", [])):
+        parts[f"optimizer_{i}"] = state
+    if AVERAGE_KEY in checkpoint:
+        average = checkpoint[AVERAGE_KEY].pop("average")
+        checkpoint[AVERAGE_KEY]["dtypes"] = {name: tensor.dtype for name, tensor in average.items()}
+        parts[AVERAGE_KEY] = average
+    if experts is not None:
+        whole: dict[str, Any] = experts.whole(parts)
+        return whole
+    return parts
+
+
+def load_sharded_average(
+    path: Path, module: nn.Module, dtypes: Mapping[str, torch.dtype], experts: ExpertGroups | None = None
+) -> dict[str, Tensor]:
+    """Read the average of a sharded checkpoint, laid out like the module; a collective call.
+
+    Raises:
+        TideConfigError: if the average has tensors that the module has not.
+    """
+    tensors = sharded_tensors(module)
+    if unknown := sorted(dtypes.keys() - tensors.keys()):
+        raise TideConfigError(
+            f"the average in {str(path)!r} has tensors that this model has not: {', '.join(unknown)}. Resume with the "
+            f"model that it was made with."
+        )
+    average = {}
+    for name, dtype in dtypes.items():
+        tensor = tensors[name]
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        average[name] = sharded_like(tensor, torch.empty_like(local, dtype=dtype, requires_grad=False))
+    _read({AVERAGE_KEY: average}, path, experts)
+    return average
 
 
 def load_file(path: Path, *, weights_only: bool, where: str) -> dict[str, Any]:
@@ -64,21 +107,33 @@ def load_file(path: Path, *, weights_only: bool, where: str) -> dict[str, Any]:
 
 
 def load_sharded(
-    path: Path, module: nn.Module, module_key: str, optimizers: Mapping[str, Optimizer], strict: bool
+    path: Path,
+    module: nn.Module,
+    module_key: str,
+    optimizers: Mapping[str, Optimizer],
+    strict: bool,
+    experts: ExpertGroups | None = None,
 ) -> None:
     """Restore the module and optimizers from a sharded checkpoint; a collective call.
 
     The folder's index is read by ``torch.distributed.checkpoint``, which trusts it.
     """
-    state: dict[str, Any] = {module_key: get_model_state_dict(module)}
-    load(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
+    state = _read({module_key: get_model_state_dict(module)}, path, experts, allow_partial=not strict)
     set_model_state_dict(module, state[module_key], options=StateDictOptions(strict=strict))
     for key, optimizer in optimizers.items():
-        state = {key: get_optimizer_state_dict(module, optimizer)}
-        load(state, checkpoint_id=path)
+        state = _read({key: get_optimizer_state_dict(module, optimizer)}, path, experts)
         set_optimizer_state_dict(
             module, optimizer, optim_state_dict=state[key], options=StateDictOptions(strict=strict)
         )
+
+
+def _read(
+    state: dict[str, Any], path: Path, experts: ExpertGroups | None, *, allow_partial: bool = False
+) -> dict[str, Any]:
+    """Read what ``state`` has from a sharded checkpoint, tensors in place; returns it with the rest."""
+    found: dict[str, Any] = experts.whole(state) if experts is not None else state
+    load(found, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=allow_partial))
+    return experts.own(found) if experts is not None else found
 
 
 def load_full_module(module: nn.Module, state: dict[str, Any], strict: bool) -> None:

@@ -57,6 +57,31 @@ def check_replicate_size(replicate_size: Any, world_size: int | None = None) -> 
         )
 
 
+def check_experts(policy: Any, parts: Any, replicate_size: int, state_dict_type: str, world: int | None = None) -> None:
+    """Raise unless the options for experts fit each other, and the world where it is known."""
+    if type(parts) is not int or parts < 1:
+        raise TideConfigError(f"expert_parallel_size must be a whole number, 1 or more; got {parts!r}")
+    if policy is None and parts > 1:
+        raise TideConfigError(
+            f"expert_parallel_size={parts} needs expert_policy: the classes, class names or function that say which "
+            f"modules hold experts, such as expert_policy={{'Experts'}}"
+        )
+    if policy is not None and replicate_size > 1:
+        raise TideConfigError(
+            f"expert_policy does not go with replicate_size={replicate_size}: leave one of the two at its default"
+        )
+    if parts > 1 and state_dict_type == "full":
+        raise TideConfigError(
+            "with expert_parallel_size > 1 no rank can write all experts as its own: use state_dict_type='sharded'. "
+            "torch.distributed.checkpoint.format_utils.dcp_to_torch_save makes one file of such a checkpoint."
+        )
+    if world is not None and world % parts:
+        raise TideConfigError(
+            f"expert_parallel_size={parts} does not divide the {world} processes of this job; "
+            f"possible values: {', '.join(str(d) for d in range(1, world + 1) if world % d == 0)}"
+        )
+
+
 def _unknown(name: str, owner: type) -> str:
     own = [
         p.name

@@ -16,25 +16,31 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from tide_strategies.config import TideConfig
-from tide_strategies.errors import TideConfigError
+from tide_strategies.errors import TideConfigError, TidePeerError
 from tide_strategies.integrations.clipping import clip_grad_norm_, clip_grad_value_
+from tide_strategies.integrations.experts import ExpertGroups
 from tide_strategies.integrations.lightning.base import TideStrategyBase
 from tide_strategies.integrations.lightning.checkpoint import (
+    AVERAGE_KEY,
     METADATA_FILE,
     is_sharded_checkpoint,
     load_file,
     load_full_module,
     load_full_optimizers,
     load_sharded,
+    load_sharded_average,
 )
-from tide_strategies.integrations.lightning.options import check_flag
+from tide_strategies.integrations.lightning.ema import Ema
+from tide_strategies.integrations.lightning.options import check_experts, check_flag
+from tide_strategies.integrations.lightning.saving import ShardedWriter
 from tide_strategies.integrations.sharding import set_gradient_sync
 from tide_strategies.integrations.wrapping import WrapPolicy
 
@@ -46,6 +52,8 @@ else:
 
 # Callbacks that copy or average whole models, which does not work on shards.
 _REFUSED_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging")
+# Plugins whose meaning sharded checkpoints keep: the default one, and writing in the background.
+_IO_OF_SHARDED = ("TorchCheckpointIO", "AsyncCheckpointIO")
 
 
 class TrainerStrategy(TideStrategyBase, _Host):
@@ -62,7 +70,12 @@ class TrainerStrategy(TideStrategyBase, _Host):
         mp_policy: replaces the policy that follows from the Trainer's ``precision``.
         cpu_offload: keep shards, gradients and optimizer state in CPU memory.
         replicate_size: number of replicas of the shards (HSDP); must divide the number of processes.
-        sync_module_states: start from rank 0's parameters and buffers on all ranks.
+        expert_policy: modules that hold this rank's experts, named as in ``auto_wrap_policy``. They are sharded among
+            the ranks that hold the same experts.
+        expert_parallel_size: number E of parts of the experts; rank r holds part r mod E. :attr:`expert_mesh` has the
+            groups, for ``configure_model``.
+        sync_module_states: start from rank 0's parameters and buffers on all ranks (experts: from the first rank that
+            holds them).
         sync_every_microbatch: reduce gradients in each micro-batch of an accumulation (saves memory, costs time).
         state_dict_type: "full" writes checkpoints as one file with everything, "sharded" as a folder with a part per
             rank. Both kinds load, whichever is set.
@@ -87,6 +100,8 @@ class TrainerStrategy(TideStrategyBase, _Host):
         mp_policy: MixedPrecisionPolicy | None = None,
         cpu_offload: bool = False,
         replicate_size: int = 1,
+        expert_policy: WrapPolicy | None = None,
+        expert_parallel_size: int = 1,
         sync_module_states: bool = True,
         sync_every_microbatch: bool = False,
         state_dict_type: Literal["full", "sharded"] = "full",
@@ -110,6 +125,9 @@ class TrainerStrategy(TideStrategyBase, _Host):
             options=options,
         )
         check_flag("sync_every_microbatch", sync_every_microbatch)
+        check_experts(expert_policy, expert_parallel_size, replicate_size, state_dict_type)
+        self.expert_policy = expert_policy
+        self.expert_parallel_size = expert_parallel_size
         self.sync_every_microbatch = sync_every_microbatch
         super().__init__(
             tensor_parallel_size=1,
@@ -117,6 +135,7 @@ class TrainerStrategy(TideStrategyBase, _Host):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        self._sharded_writer = ShardedWriter(timeout or default_pg_timeout)
 
     # ---- setup and teardown
 
@@ -129,21 +148,45 @@ class TrainerStrategy(TideStrategyBase, _Host):
     def precision_plugin(self, plugin: Any) -> None:
         if plugin is not None:
             self._policy(plugin.precision)  # raises for precisions that do not work
-            plugin.clip_grad_by_norm = functools.partial(_clip_by_norm, plugin)
+            plugin.clip_grad_by_norm = functools.partial(self._clip_by_norm, plugin)
             plugin.clip_grad_by_value = functools.partial(_clip_by_value, plugin)
         self._precision_plugin = plugin
+
+    def _clip_by_norm(self, plugin: Any, optimizer: Optimizer, clip_val: float) -> None:
+        split = self._experts.split_further if self._experts is not None else None
+        clip_grad_norm_(plugin.main_params(optimizer), clip_val, split_further=split)
 
     def setup_environment(self) -> None:
         """Start the process group (first stage only) and lay out the mesh."""
         assert self.lightning_module is not None
         self._refuse_callbacks(self.lightning_module.trainer)
+        self._refuse_plugins()
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         continues = dist.is_initialized() and self._device_mesh is not None
         self._setup_distributed()
         if not continues:  # every mesh makes process groups of its own: one mesh serves all stages
             self._device_mesh = self._make_mesh()
+            self._experts = self._make_expert_groups()
         self.lightning_module._device_mesh = self._device_mesh
+
+    def _make_expert_groups(self) -> ExpertGroups | None:
+        world, parts, policy = self.num_nodes * self.num_processes, self.expert_parallel_size, self.expert_policy
+        check_experts(policy, parts, self.replicate_size, "full" if self.saves_whole_files else "sharded", world)
+        return None if policy is None else ExpertGroups.over(self.root_device.type, world, parts, policy)
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """All ranks as ``expert_parallel`` (between parts of the experts) by ``expert_shard`` (of the same part).
+
+        Raises:
+            TideConfigError: without ``expert_policy``, or before the Trainer has started processes.
+        """
+        if self._experts is None:
+            raise TideConfigError(
+                "expert_mesh is there from configure_model on, with expert_policy and expert_parallel_size set"
+            )
+        return self._experts.mesh
 
     def setup(self, trainer: Any) -> None:
         """Shard the model, apply TIDE, and create the optimizers (in ``fit``)."""
@@ -174,6 +217,17 @@ class TrainerStrategy(TideStrategyBase, _Host):
             self.model.reshard()  # the root keeps its parameters whole after a forward without backward
         self._close_tide()
         super().teardown()
+        if not self._saves_in_background:
+            return
+        try:
+            self._sharded_writer.wait()
+            self.checkpoint_io.teardown()
+        except Exception as error:
+            assert self.lightning_module is not None
+            if self.lightning_module.trainer.state.status == "running":
+                raise
+            # Training has failed already, perhaps with this very error.
+            rank_zero_warn(f"the last checkpoint was not written: {error}")
 
     def _refuse_callbacks(self, trainer: Any) -> None:
         names = {c.__name__ for callback in trainer.callbacks for c in type(callback).__mro__}
@@ -181,8 +235,18 @@ class TrainerStrategy(TideStrategyBase, _Host):
             if name in names and trainer.state.fn == "fit":
                 raise TideConfigError(
                     f"the callback {name} copies and averages whole models, which does not work on sharded ones. "
-                    f"Remove it, or average saved checkpoints after training."
+                    f"For a moving average use TideEMA(decay=...) from tide_strategies.integrations.lightning, which "
+                    f"averages the shards; else average saved checkpoints after training."
                 )
+
+    def _refuse_plugins(self) -> None:
+        plugin = self._checkpoint_io
+        if plugin is None or self.saves_whole_files or type(plugin).__name__ in _IO_OF_SHARDED:
+            return
+        raise TideConfigError(
+            f"sharded checkpoints are written by torch.distributed.checkpoint, not by the plugin "
+            f"{type(plugin).__name__}. Use state_dict_type='full' with it, or AsyncCheckpointIO, or no plugin."
+        )
 
     # ---- steps
 
@@ -251,6 +315,64 @@ class TrainerStrategy(TideStrategyBase, _Host):
 
     # ---- checkpoints
 
+    @property
+    def saves_whole_files(self) -> bool:
+        """Whether checkpoints are single files that rank 0 writes."""
+        return not self._save_distributed_checkpoint
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint; with ``AsyncCheckpointIO`` while training goes on. A collective call.
+
+        Raises:
+            TidePeerError: if another rank could not write this checkpoint or the one before it; that rank raises what
+                kept it from doing so.
+        """
+        with self._failing_together("write a checkpoint"):
+            if self.saves_whole_files or storage_options is not None:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+            else:
+                path = Path(self.broadcast(filepath))
+                background, experts = self._saves_in_background, self._experts
+                self._sharded_writer.write(checkpoint, path, background=background, experts=experts)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.status != "running":  # nothing else would wait for it
+            self._finish_saving()
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a checkpoint; while another is being written, once that one is whole."""
+        self._sharded_writer.afterwards(functools.partial(super().remove_checkpoint, filepath))
+
+    def on_train_end(self) -> None:
+        """Training is done when its checkpoints are written."""
+        super().on_train_end()
+        self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        if self._saves_in_background:
+            with self._failing_together("finish a checkpoint"):
+                self._sharded_writer.wait()
+                self.checkpoint_io.teardown()
+
+    @property
+    def _saves_in_background(self) -> bool:
+        return _is_a(self._checkpoint_io, "AsyncCheckpointIO")
+
+    @contextmanager
+    def _failing_together(self, what: str) -> Iterator[None]:
+        """An error of one rank becomes one of all ranks, which would wait for it otherwise."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        if not self.reduce_boolean_decision(error is not None, all=False):
+            return
+        if error is not None:
+            raise error
+        raise TidePeerError(f"another rank could not {what}; the reason is in its output")
+
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Restore the model and, in ``fit``, the optimizers, from either kind of checkpoint; returns the rest.
 
@@ -258,6 +380,7 @@ class TrainerStrategy(TideStrategyBase, _Host):
         """
         assert self.model is not None
         assert self.lightning_module is not None
+        self._finish_saving()
         path = Path(self.broadcast(checkpoint_path))
         safe = self.weights_only if weights_only is None else weights_only
         how = f"{type(self).__name__}(weights_only=False)"
@@ -266,8 +389,17 @@ class TrainerStrategy(TideStrategyBase, _Host):
         optimizers = list(self.optimizers) if fitting else []
         if is_sharded_checkpoint(path):
             by_key = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
-            load_sharded(path, self.model, "state_dict", by_key, strict)
-            return load_file(path / METADATA_FILE, weights_only=safe, where=how)
+            load_sharded(path, self.model, "state_dict", by_key, strict, self._experts)
+            rest = load_file(path / METADATA_FILE, weights_only=safe, where=how)
+            trainer: Any = self.lightning_module.trainer
+            if AVERAGE_KEY in rest and any(isinstance(c, Ema) for c in trainer.callbacks):
+                average = load_sharded_average(path, self.model, rest[AVERAGE_KEY]["dtypes"], self._experts)
+                rest[AVERAGE_KEY]["average"] = average
+            return rest
+        if self.expert_parallel_size > 1:
+            raise TideConfigError(
+                f"{str(path)!r} is not a sharded checkpoint, and no other kind holds experts of several parts"
+            )
         checkpoint = load_file(path, weights_only=safe, where=how)
         load_full_module(self.model, checkpoint.pop("state_dict"), strict)
         # A checkpoint of weights alone has no states; Lightning itself then says that it cannot resume from it.
@@ -276,8 +408,9 @@ class TrainerStrategy(TideStrategyBase, _Host):
         return checkpoint
 
 
-def _clip_by_norm(plugin: Any, optimizer: Optimizer, clip_val: float) -> None:
-    clip_grad_norm_(plugin.main_params(optimizer), clip_val)
+def _is_a(thing: object, name: str) -> bool:
+    """Whether the thing is of the class, in either copy of Lightning."""
+    return any(c.__name__ == name for c in type(thing).__mro__)
 
 
 def _clip_by_value(plugin: Any, optimizer: Optimizer, clip_val: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
 
+from tide_strategies.integrations.lightning.ema import Ema
 from tide_strategies.integrations.lightning.monitor import Monitor
 from tide_strategies.integrations.lightning.trainer import TrainerStrategy
 
@@ -15,3 +16,7 @@ class TideFSDPStrategy(TrainerStrategy, ModelParallelStrategy):
 
 class TideMonitor(Monitor, Callback):
     """TIDE's numbers for the loggers of ``lightning.pytorch``: :class:`Monitor`."""
+
+
+class TideEMA(Ema, Callback):
+    """Moving average of the parameters for ``lightning.pytorch``: :class:`Ema`."""
