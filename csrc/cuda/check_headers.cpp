@@ -155,8 +155,24 @@ SAME_SHAPE(LaunchKernel, cuLaunchKernel);
 SAME_SHAPE(FuncSetAttribute, cuFuncSetAttribute);
 SAME_SHAPE(GetErrorName, cuGetErrorName);
 SAME_SHAPE(GetErrorString, cuGetErrorString);
+SAME_SHAPE(ModuleLoadData, cuModuleLoadData);
+SAME_SHAPE(ModuleGetFunction, cuModuleGetFunction);
+SAME_SHAPE(ModuleUnload, cuModuleUnload);
 #if CUDA_VERSION >= 12050
 SAME_SHAPE(CtxRecordEvent, cuCtxRecordEvent);
+#endif
+#if CUDA_VERSION >= 12010
+SAME_SIZE(MulticastObjectProp, CUmulticastObjectProp);
+SAME_FIELD(MulticastObjectProp, devices, CUmulticastObjectProp, numDevices);
+SAME_FIELD(MulticastObjectProp, size, CUmulticastObjectProp, size);
+SAME_FIELD(MulticastObjectProp, handle_types, CUmulticastObjectProp, handleTypes);
+SAME_FIELD(MulticastObjectProp, flags, CUmulticastObjectProp, flags);
+SAME_VALUE(kMulticastGranularityMinimum, CU_MULTICAST_GRANULARITY_MINIMUM);
+SAME_SHAPE(MulticastCreate, cuMulticastCreate);
+SAME_SHAPE(MulticastAddDevice, cuMulticastAddDevice);
+SAME_SHAPE(MulticastBindMem, cuMulticastBindMem);
+SAME_SHAPE(MulticastUnbind, cuMulticastUnbind);
+SAME_SHAPE(MulticastGetGranularity, cuMulticastGetGranularity);
 #endif
 
 }  // namespace tide::cuda

@@ -3,7 +3,16 @@
 
 #include <nanobind/nanobind.h>
 
+#include <memory>
+
+#include "memory.h"
+
 namespace tide::cuda {
+
+// Python's Allocation.
+struct AllocationHandle {
+  std::shared_ptr<Allocation> it;
+};
 
 void bind(nanobind::module_& m);
 
