@@ -110,7 +110,6 @@ static __device__ __forceinline__ void store(const Piece& p, Output* output, Int
     return;
   }
 #endif
-#pragma unroll
   for (int lane = 0; lane < kLanes; ++lane) {
     const Int64 i = first + lane;
     if (i >= 0 && i < count) output[i] = landed(output[i], lane_of(p, lane), factor);
@@ -131,11 +130,9 @@ extern "C" __global__ void __launch_bounds__(512)
     const Address start = from - static_cast<Address>(head * kItem);
     for (Int64 i = threadIdx.x; i < pieces; i += static_cast<Int64>(blockDim.x) * kUnroll) {
       Piece loaded[kUnroll];
-#pragma unroll
       for (int u = 0; u < kUnroll; ++u)
         if (i + u * static_cast<Int64>(blockDim.x) < pieces)
           loaded[u] = ld_reduce(start + static_cast<Address>(i + u * static_cast<Int64>(blockDim.x)) * 16);
-#pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const Int64 piece = i + u * static_cast<Int64>(blockDim.x);
         if (piece < pieces) store(loaded[u], to, piece * kLanes - head, count, factor);

@@ -1,0 +1,382 @@
+"""What rails do on the fake NCCL and the fake driver. ``TIDE_FAKE_NCCL`` names the library that a scenario loads.
+
+A scenario runs in a fresh process: ``python scenarios.py NAME``. Ranks are threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fake_cuda"))
+for switch in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"):
+    os.environ.pop(switch, None)
+
+from stage import MIB, fake, play, raises, scenario, until  # noqa: E402
+
+from tide_strategies._native import cuda, nccl  # noqa: E402
+from tide_strategies.errors import TideArenaError, TidePeerError, TideTimeoutError  # noqa: E402
+from tide_strategies.runtime.cuda.nccl_domains import NcclDomains, missing_nccl  # noqa: E402
+from tide_strategies.runtime.cuda.nccl_rail import NcclRail  # noqa: E402
+from tide_strategies.topology import Topology  # noqa: E402
+
+
+def load():
+    """What importing torch does: from then on the library is in the process."""
+    library = ctypes.CDLL(os.environ["TIDE_FAKE_NCCL"])
+    library.fake_nccl_calls.restype = ctypes.c_uint64
+    library.fake_nccl_open.restype = ctypes.c_uint64
+    library.fake_nccl_last_config.restype = ctypes.c_char_p
+    return library
+
+
+def ranks(size, work, absent=()):
+    """Run ``work(exchange, rank)`` as ranks on threads; what each returned or raised."""
+    payloads, barrier, results = [b""] * size, threading.Barrier(size, timeout=20), [None] * size
+
+    def run(rank):
+        def exchange(payload):
+            payloads[rank] = payload
+            barrier.wait()
+            got = list(payloads)
+            barrier.wait()
+            return got
+
+        try:
+            results[rank] = work(exchange, rank)
+        except Exception as e:
+            results[rank] = e
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(size) if r not in absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def connected(nodes=2, local=1, nbytes=MIB, timeout_s=10.0):
+    topology = Topology(nodes, local)
+
+    def work(exchange, rank):
+        domains = NcclDomains(exchange, rank, topology, rank % 2, timeout_s)
+        arena = domains.arena(nbytes)
+        return domains, arena, NcclRail(domains, arena)
+
+    made = ranks(topology.ranks, work)
+    assert not any(isinstance(m, Exception) for m in made), made
+    return made
+
+
+def words(arena, dtype=np.uint8):
+    kind = ctypes.c_uint8 * arena.bytes
+    return np.frombuffer(kind.from_address(arena.address), dtype)
+
+
+def finish():
+    for device in range(2):
+        assert fake.fake_idle(device, 10_000), "streams are still busy"
+
+
+@scenario
+def the_library_is_found_once_it_is_loaded():
+    assert missing_nccl() == "no NCCL is loaded in this process (a torch with CUDA brings it when it is imported)"
+    with raises(RuntimeError, "no NCCL is loaded"):
+        nccl.unique_id()
+    load()
+    found = nccl.probe()
+    assert found == {
+        "available": True,
+        "reason": "",
+        "version": "2.31.2",
+        "path": os.environ["TIDE_FAKE_NCCL"],
+    }
+    assert missing_nccl() is None
+    assert len(nccl.unique_id()) == 128
+    assert nccl.unique_id() != nccl.unique_id()
+
+
+@scenario
+def two_copies_are_refused():
+    load()
+    ctypes.CDLL(os.environ["TIDE_OTHER_NCCL"])
+    assert "several copies of NCCL are in this process" in str(missing_nccl())
+
+
+@scenario
+def an_old_library_is_told_from_a_maimed_one():
+    """FAKE_NCCL_VERSION is 22809, as torch 2.11 brings it; then an old one that claims to be new."""
+    load()
+    reason = str(missing_nccl())
+    assert reason.startswith("NCCL 2.28.9 is loaded (/"), reason
+    assert "need 2.31.2: install nvidia-nccl-cu13 2.31.2 or newer, or preload its libnccl.so.2" in reason
+    assert nccl.probe()["version"] == "2.28.9"
+    os.environ["FAKE_NCCL_VERSION"] = "23102"
+    assert "has no ncclPutSignal" in str(missing_nccl())
+    with raises(RuntimeError, "has no ncclPutSignal"):
+        nccl.Memory(0, MIB)
+    errors = ranks(2, lambda exchange, rank: NcclDomains(exchange, rank, Topology(2, 1), rank, 5.0))
+    for error in errors:
+        assert isinstance(error, TideArenaError)
+        assert error.code == "TIDE-F029"
+        assert str(error).count("has no ncclPutSignal") == 2, "both ranks say it"
+
+
+@scenario
+def communicators_are_scoped_to_what_they_connect():
+    library = load()
+    made = connected(nodes=2, local=2)
+    for rank, (domains, arena, _) in enumerate(made):
+        assert (domains.main.ranks, domains.main.rank, domains.main.contexts) == (4, rank, 0)
+        assert (domains.rail.ranks, domains.rail.rank, domains.rail.contexts) == (2, rank // 2, 4)
+        assert not domains.main.host_rma
+        assert domains.rail.host_rma
+        assert arena.bytes == 2 * MIB  # whole granules
+        assert [arena.peer_address(r) for r in range(4)] == [a.address for _, a, _ in made]
+    assert library.fake_nccl_last_config() == b"contexts=4 channels=1"
+    assert library.fake_nccl_calls(b"ncclCommWindowRegister") == 8, "each arena in both domains"
+    ranks(4, lambda _, rank: made[rank][2].close())
+    made[0][2].close()  # again
+    del made, domains, arena
+    assert library.fake_nccl_open() == 0
+
+
+@scenario
+def a_put_is_there_when_its_signal_is():
+    load()
+    made = connected()
+    streams = [[cuda.Stream(r, 0) for _ in range(2)] for r in range(2)]
+    sizes = [16, 1, 0, 4096 + 3, MIB]
+    source, offset = 64, 4096
+    for turn, nbytes in enumerate(sizes):
+        for rank, (_, arena, rail) in enumerate(made):
+            words(arena)[source : source + nbytes] = 10 * turn + rank + 1
+        finish()
+        for rank, (_, _, rail) in enumerate(made):
+            peer = 1 - rank
+            rail.wait({peer: 1}, streams[rank][1].handle, "round", contexts=[turn % 4])
+            assert not turn or nbytes == 0 or words(made[rank][1])[offset] != 10 * turn + peer + 1 or True
+        for rank, (_, _, rail) in enumerate(made):
+            rail.put(1 - rank, source, offset + 64, nbytes, streams[rank][0].handle, context=turn % 4)
+        finish()
+        for rank, (_, arena, rail) in enumerate(made):
+            got = words(arena)[offset + 64 : offset + 64 + nbytes]
+            if turn < len(sizes) - 1:  # the last one overlaps its own source
+                assert (got == 10 * turn + 1 - rank + 1).all()
+            rail.check()
+            assert rail._rma.outstanding() == 0
+    # Signals without data count alike, several at once, and a wait takes as many as it says.
+    for _ in range(3):
+        made[0][2].signal(1, streams[0][0].handle)
+    made[1][2].wait({0: 2}, streams[1][1].handle, "two of three")
+    made[1][2].wait({0: 1}, streams[1][1].handle, "the third")
+    finish()
+    ranks(2, lambda _, rank: made[rank][2].close())
+
+
+@scenario
+def what_cannot_be_is_refused_before_nccl_sees_it():
+    library = load()
+    made = connected()
+    rail, stream = made[0][2], cuda.Stream(0, 0).handle
+    for call, text in (
+        (lambda: rail.put(2, 0, 0, 16, stream), "rank 2 is not on the rail of rank 0, which joins [0, 1]"),
+        (lambda: rail.put(1, 0, 0, 16, 0), "is a default stream"),
+        (lambda: rail.put(1, 0, 2 * MIB, 16, stream), "offset is 2097152; allowed: 0 to 2097136"),
+        (lambda: rail.put(1, 2 * MIB - 8, 0, 16, stream), "is not within the window"),
+        (lambda: rail.put(1, -1, 0, 16, stream), "source is -1"),
+        (lambda: rail.put(1, 0, 0, -1, stream), "bytes is -1"),
+        (lambda: rail.put(1, 0, 0, 16, stream, context=4), "context is 4; allowed: 0 to 3"),
+        (lambda: rail.wait({1: 0}, stream, "none"), "count is 0; allowed: 1 to"),
+        (lambda: rail.wait({}, stream, "nobody"), "a wait needs at least one signal"),
+        (lambda: nccl.Rma(made[0][0].main, 1.0), "the communicator has no RMA contexts"),
+        (lambda: nccl.Communicator.join(0, b"short", 2, 0, 0, 1, 1, True, 1.0), "an id has 128 bytes; got 5"),
+        (lambda: nccl.Window(made[1][0].main, made[0][1].memory, 1.0), "the memory is on device 0"),
+        (lambda: nccl.Rma(made[0][0].rail, 0.0), "timeout_s must be a positive number"),
+    ):
+        with raises(ValueError, text):
+            call()
+    assert library.fake_nccl_calls(b"ncclPutSignal") == library.fake_nccl_calls(b"ncclWaitSignal") == 0
+
+
+@scenario
+def what_nccl_refuses_is_told_in_its_words():
+    library = load()
+    made = connected()
+    stream = cuda.Stream(0, 0).handle
+    library.fake_nccl_fail(b"ncclPutSignal", 5, 0)
+    text = (
+        "TIDE: rank 0 could not put 16 bytes to rank 1 on the rail: ncclPutSignal failed: invalid usage (5): the fake "
+        "library refused. All ranks stop"
+    )
+    with raises(TidePeerError, text):
+        made[0][2].put(1, 0, 0, 16, stream)
+    library.fake_nccl_fail(b"ncclWaitSignal", 4, 0)
+    with raises(TidePeerError, "rank 0 could not wait for [1] on the rail: ncclWaitSignal failed: invalid argument"):
+        made[0][2].wait({1: 1}, stream, "x")
+    assert made[0][2]._rma.outstanding() == 0
+    made[0][0].abort()
+    with raises(TidePeerError, "could not signal rank 1 on the rail: ncclSignal: the communicator was closed"):
+        made[0][2].signal(1, stream)
+
+
+@scenario
+def a_step_that_fails_on_one_rank_fails_on_all():
+    library = load()
+    topology = Topology(2, 1)
+    for call, what in (
+        ("ncclGetUniqueId", "naming the communicator"),
+        ("ncclCommInitRankConfig", "connecting all ranks through NCCL"),
+        ("ncclCommSplit", "connecting the rails through NCCL"),
+        ("ncclCommQueryProperties", "connecting all ranks through NCCL"),
+        ("ncclMemAlloc", "bytes of device memory"),
+        ("ncclCommWindowRegister", "registering memory with NCCL"),
+    ):
+        library.fake_nccl_fail(call.encode(), 1, 0)
+
+        def work(exchange, rank):
+            return NcclDomains(exchange, rank, topology, rank, 2.0).arena(MIB)
+
+        errors = ranks(2, work)
+        for error in errors:
+            assert isinstance(error, TideArenaError), (call, error)
+            assert error.code == "TIDE-F029"
+            assert what in str(error), (call, str(error))
+            assert f"{call}" in str(error)
+            assert "unhandled cuda error (1): the fake library refused" in str(error)
+
+
+@scenario
+def no_step_outlasts_its_bound():
+    library = load()
+    topology = Topology(2, 1)
+    for call, what in (
+        ("ncclCommInitRankConfig", "connecting all ranks"),
+        ("ncclCommSplit", "connecting the rails"),
+        ("ncclCommWindowRegister", "registering memory"),
+    ):
+        library.fake_nccl_stick(call.encode(), 1)
+        aborts = library.fake_nccl_calls(b"ncclCommAbort")
+        started = time.monotonic()
+        errors = ranks(2, lambda exchange, rank: NcclDomains(exchange, rank, topology, rank, 0.3).arena(MIB))
+        assert time.monotonic() - started < 5
+        for error in errors:
+            assert isinstance(error, TideArenaError)
+            assert f"{what} through NCCL failed" in str(error) or "registering memory with NCCL failed" in str(error)
+            assert f"{call} was not through in time: not every rank took part" in str(error)
+        assert library.fake_nccl_calls(b"ncclCommAbort") >= aborts + 2
+        library.fake_nccl_stick(call.encode(), 0)
+
+
+@scenario
+def a_wait_in_vain_is_found_and_named():
+    load()
+    made = connected(timeout_s=0.3)
+    stream = cuda.Stream(0, 0)
+    rail = made[0][2]
+    rail.wait({1: 2}, stream.handle, "all-gather of 'block', round 1", contexts=[2])
+    rail.check()  # hardly begun
+    assert rail._rma.outstanding() == 1
+    started = time.monotonic()
+    expected = (
+        "TIDE: no progress within timeout_s=0.3: rank 0, all-gather of 'block', round 1, awaits 2 signal(s) of rank 1 "
+        "(context 2). If a rank only needs longer"
+    )
+    while True:
+        try:
+            rail.check()
+        except TideTimeoutError as e:
+            assert expected in str(e), e
+            break
+        assert time.monotonic() - started < 10
+        time.sleep(0.02)
+    assert time.monotonic() - started >= 0.25
+    # A wait that its stream has not reached is nobody's fault: it does not count.
+    rail.wait({1: 1}, stream.handle, "behind it")
+    time.sleep(0.4)
+    assert [w["tag"] for w in rail._rma.overdue(0.3)] == [0]
+    # Late is late, but not lost.
+    for _ in range(2):
+        made[1][2].signal(0, cuda.Stream(1, 0).handle, context=2)
+    made[1][2].signal(0, cuda.Stream(1, 0).handle)
+    until(lambda: rail._rma.outstanding() == 0)
+    rail.check()
+
+
+@scenario
+def hosts_without_what_it_takes_are_told_so():
+    load()
+    topology = Topology(2, 1)
+    for name, value, text in (
+        ("FAKE_NCCL_NO_WINDOW", "1", "gave no window to a communicator of 2 ranks: its GPUs cannot all reach"),
+        ("FAKE_NCCL_NO_RMA", "1", "NCCL has no host RMA between the 2 ranks of the rail: across hosts it needs RDMA"),
+        ("FAKE_NCCL_HOSTS", "2", "its ranks are on 2 hosts without an RDMA network"),
+    ):
+        os.environ[name] = value
+        if name == "FAKE_NCCL_HOSTS":
+            os.environ["FAKE_NCCL_NO_WINDOW"] = "1"
+
+        def work(exchange, rank):
+            domains = NcclDomains(exchange, rank, topology, rank, 5.0)
+            return NcclRail(domains, domains.arena(MIB))
+
+        for error in ranks(2, work):
+            assert text in str(error), error
+        for n in ("FAKE_NCCL_NO_WINDOW", name):
+            os.environ.pop(n, None)
+    # Another version on another rank.
+    version = iter(["2.31.2", "2.32.3"])
+    real = nccl.probe
+    probes = {}
+
+    def probe():
+        mine = probes.setdefault(threading.get_ident(), None) or next(version)
+        probes[threading.get_ident()] = mine
+        return {**real(), "version": mine}
+
+    nccl.probe = probe
+    for error in ranks(2, lambda exchange, rank: NcclDomains(exchange, rank, topology, rank, 5.0)):
+        assert isinstance(error, TideArenaError)
+        assert "rank 0 has NCCL 2.3" in str(error)
+
+
+@scenario
+def nccl_makes_no_multicast_object_that_nobody_wants():
+    library = load()
+    topology = Topology(2, 1)
+
+    def attempt(**options):
+        return ranks(2, lambda exchange, rank: NcclDomains(exchange, rank, topology, rank, 5.0, **options))
+
+    def refused(reason, **options):
+        before = library.fake_nccl_calls(b"ncclCommInitRankConfig")
+        for error in attempt(**options):
+            assert isinstance(error, TideArenaError)
+            assert f"multicast is switched off ({reason}), but NCCL would use it: set NCCL_NVLS_ENABLE=0" in str(error)
+        assert library.fake_nccl_calls(b"ncclCommInitRankConfig") == before
+
+    refused("the configuration has multicast: off", multicast=False)
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    refused("TORCH_SYMM_MEM_DISABLE_MULTICAST=1")
+    os.environ["NCCL_NVLS_ENABLE"] = "1"
+    refused("TORCH_SYMM_MEM_DISABLE_MULTICAST=1")
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    assert not any(isinstance(d, Exception) for d in attempt(multicast=False))
+    # The variable came too late: NCCL had read it. Seen before any window is registered.
+    os.environ["FAKE_NCCL_MULTIMEM"] = "1"
+    for error in attempt():
+        assert "this process's NCCL read its settings before and would use it" in str(error)
+    assert library.fake_nccl_calls(b"ncclCommWindowRegister") == 0
+    for name in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
+        del os.environ[name]
+    assert all(d.main.multimem for d in attempt())
+
+
+if __name__ == "__main__":
+    play(globals())
