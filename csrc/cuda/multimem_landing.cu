@@ -95,18 +95,39 @@ static __device__ __forceinline__ Output landed(Output old, float sum, float fac
 #endif
 }
 
+#if !defined(TIDE_PARTIAL_BF16) && !defined(TIDE_OUTPUT_BF16)
+// 16 bytes at once: compilers make four accesses of a struct.
+#ifdef TIDE_ACCUMULATE
+static __device__ __forceinline__ void load4(const float* from, float* v) {
+#ifdef __CUDA_ARCH__
+  asm volatile("ld.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+               : "l"(from)
+               : "memory");
+#else
+  for (int i = 0; i < 4; ++i) v[i] = from[i];
+#endif
+}
+#endif
+static __device__ __forceinline__ void store4(float* to, const float* v) {
+#ifdef __CUDA_ARCH__
+  asm volatile("st.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+#else
+  for (int i = 0; i < 4; ++i) to[i] = v[i];
+#endif
+}
+#endif
+
 // The lanes of one piece that lie within [0, count); `first` is the element that its lane 0 would be.
 static __device__ __forceinline__ void store(const Piece& p, Output* output, Int64 first, Int64 count, float factor) {
 #if !defined(TIDE_PARTIAL_BF16) && !defined(TIDE_OUTPUT_BF16)
   if (first >= 0 && first + kLanes <= count && reinterpret_cast<Address>(output + first) % 16 == 0) {
-    float4* const to = reinterpret_cast<float4*>(output + first);
-    float4 v = make_float4(0, 0, 0, 0);
+    float v[4] = {};
 #ifdef TIDE_ACCUMULATE
-    v = *to;
+    load4(output + first, v);
 #endif
-    v = make_float4(landed(v.x, p.words[0], factor), landed(v.y, p.words[1], factor), landed(v.z, p.words[2], factor),
-                    landed(v.w, p.words[3], factor));
-    *to = v;
+    for (int i = 0; i < 4; ++i) v[i] = landed(v[i], p.words[i], factor);
+    store4(output + first, v);
     return;
   }
 #endif

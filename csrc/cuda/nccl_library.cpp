@@ -45,7 +45,11 @@ void* loaded(std::string* path, std::string* reason) {
     if (handle == nullptr) *reason = "the NCCL of this process cannot be looked into: " + std::string(::dlerror());
     return handle;
   }
-  // Linked into something else.
+  // A file of another name, or linked into something else.
+  if (void* handle = ::dlopen("libnccl.so.2", RTLD_NOLOAD | RTLD_LAZY)) {
+    *path = "libnccl.so.2";
+    return handle;
+  }
   void* everything = ::dlopen(nullptr, RTLD_LAZY);
   if (everything != nullptr && ::dlsym(everything, "ncclGetVersion") != nullptr) {
     *path = "(part of the program)";

@@ -95,10 +95,6 @@ struct Index {
   unsigned x;
 };
 thread_local Index blockIdx, threadIdx, gridDim, blockDim;
-struct alignas(16) float4 {
-  float x, y, z, w;
-};
-[[maybe_unused]] float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 [[maybe_unused]] float __fmul_rn(float a, float b) { return a * b; }
 [[maybe_unused]] float __fadd_rn(float a, float b) { return a + b; }
 [[maybe_unused]] float __uint_as_float(unsigned u) {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
 import threading
 
 import numpy as np
@@ -152,13 +151,15 @@ def an_all_gather_stores_each_shard_once():
     topology = Topology(1, 2)
     made = joined(nbytes=layout.landing_bytes)
     cells = cuda.Control.control_bytes(2, 4)
-    own = [memory(cells, rank) for rank in range(2)]
+    kept = [cuda.Allocation(rank, cells) for rank in range(2)]
+    seen = [[cuda.Mapping(kept[r], rank) for r in range(2)] for rank in range(2)]  # by whose device
     before = calls("cuGraphAddMemcpyNode")
     expected = np.zeros(layout.landing_bytes, np.uint8)
     shards, running = [], []
-    for rank in range(2):
-        peers = [None if p == rank else own[p] for p in range(2)]
-        control = cuda.Control(rank, 2, rank, 4, own[rank], peers)
+    controls = [
+        cuda.Control(r, 2, r, 4, seen[r][r], [None if p == r else seen[r][p] for p in range(2)]) for r in range(2)
+    ]
+    for rank, control in enumerate(controls):
         items = [Item.of_size(p.itemsize) for p in layout.params]
         schedule = all_gather(layout, topology, rank, items, shared_landing=True)
         encoded = encode(schedule, len(layout.params), cuda.Program)
@@ -177,7 +178,7 @@ def an_all_gather_stores_each_shard_once():
         streams = {name: cuda.Stream(rank, 0) for name in ("copy", "completion")}
         for name, stream in streams.items():
             call.enqueue(encoded.streams[name], stream.handle)
-        running.append((control, encoded, call, streams))
+        running.append((encoded, call, streams))
     for rank in range(2):
         finish(rank)
     for shared, _ in made:
@@ -212,7 +213,8 @@ def a_landing_adds_what_all_devices_hold():
         (5112, 8, 0, 6400),
     ]
     # A row that must not be read at either end of the table.
-    table = array(memory(), np.int64)
+    kept = memory()
+    table = array(kept, np.int64)
     table[: 4 * (len(rows) + 2)] = np.array([(0, 9000, 0, 0), *rows, (0, 9000, 0, 0)]).ravel()
     for partial in (Item.F32, Item.BF16):
         for output in (Item.F32, Item.BF16):
@@ -239,7 +241,8 @@ def _land(made, table, rows, partial, output, accumulate, random):
     factor = np.float32(1 / 3)
     old = random.standard_normal(8192).astype(np.float32)
     old = old if output is Item.F32 else bf16(old)
-    got = array(memory(), old.dtype)
+    kept = memory()
+    got = array(kept, old.dtype)
     got[: old.size] = old
     expected = old.copy()
     second = 64  # where the second address begins

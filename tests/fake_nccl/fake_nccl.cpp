@@ -29,6 +29,11 @@
 using namespace tide::nccl;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
+#ifdef FAKE_NCCL_OLD
+#define RMA extern "C" __attribute__((visibility("hidden")))
+#else
+#define RMA EXPORT
+#endif
 
 namespace {
 
@@ -315,8 +320,7 @@ EXPORT Result ncclGetPeerDevicePointer(WindowHandle window, size_t offset, int p
   *out = w->comm->group->joined.at(peer)->windows.at(w->index)->memory + offset;
   return kSuccess;
 }
-#ifndef FAKE_NCCL_OLD
-EXPORT Result ncclPutSignal(const void* source, size_t count, int type, int peer, WindowHandle window, size_t offset,
+RMA Result ncclPutSignal(const void* source, size_t count, int type, int peer, WindowHandle window, size_t offset,
                             int signal, int context, unsigned flags, CommHandle handle, StreamHandle stream) {
   ENTER("ncclPutSignal");
   FakeComm* comm = known(handle);
@@ -337,7 +341,7 @@ EXPORT Result ncclPutSignal(const void* source, size_t count, int type, int peer
     come->fetch_add(1);
   });
 }
-EXPORT Result ncclSignal(int peer, int signal, int context, unsigned flags, CommHandle handle, StreamHandle stream) {
+RMA Result ncclSignal(int peer, int signal, int context, unsigned flags, CommHandle handle, StreamHandle stream) {
   ENTER("ncclSignal");
   FakeComm* comm = known(handle);
   if (comm == nullptr || !place(comm, peer, signal, context, flags) || comm->windows.empty()) return kInvalidUsage;
@@ -345,7 +349,7 @@ EXPORT Result ncclSignal(int peer, int signal, int context, unsigned flags, Comm
   comm->pending = "ncclSignal";
   return enqueue(stream, [=] { come->fetch_add(1); });
 }
-EXPORT Result ncclWaitSignal(int n, WaitSignal* signals, CommHandle handle, StreamHandle stream) {
+RMA Result ncclWaitSignal(int n, WaitSignal* signals, CommHandle handle, StreamHandle stream) {
   ENTER("ncclWaitSignal");
   FakeComm* comm = known(handle);
   if (comm == nullptr || n < 1 || comm->windows.empty()) return kInvalidUsage;
@@ -362,4 +366,3 @@ EXPORT Result ncclWaitSignal(int n, WaitSignal* signals, CommHandle handle, Stre
       while (*come < wanted) std::this_thread::sleep_for(std::chrono::microseconds(200));
   });
 }
-#endif

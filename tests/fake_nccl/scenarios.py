@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fake_cuda"))
 for switch in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"):
     os.environ.pop(switch, None)
 
-from stage import MIB, fake, play, raises, scenario, until  # noqa: E402
+from stage import MIB, array, fake, play, raises, scenario, until  # noqa: E402
 
 from tide_strategies._native import cuda, nccl  # noqa: E402
 from tide_strategies.errors import TideArenaError, TidePeerError, TideTimeoutError  # noqa: E402
@@ -74,11 +74,6 @@ def connected(nodes=2, local=1, nbytes=MIB, timeout_s=10.0):
     return made
 
 
-def words(arena, dtype=np.uint8):
-    kind = ctypes.c_uint8 * arena.bytes
-    return np.frombuffer(kind.from_address(arena.address), dtype)
-
-
 def finish():
     for device in range(2):
         assert fake.fake_idle(device, 10_000), "streams are still busy"
@@ -132,50 +127,57 @@ def an_old_library_is_told_from_a_maimed_one():
 def communicators_are_scoped_to_what_they_connect():
     library = load()
     made = connected(nodes=2, local=2)
-    for rank, (domains, arena, _) in enumerate(made):
+    for rank, (domains, arena, rail) in enumerate(made):
         assert (domains.main.ranks, domains.main.rank, domains.main.contexts) == (4, rank, 0)
         assert (domains.rail.ranks, domains.rail.rank, domains.rail.contexts) == (2, rank // 2, 4)
         assert not domains.main.host_rma
         assert domains.rail.host_rma
+        rail.check()
         assert arena.bytes == 2 * MIB  # whole granules
         assert [arena.peer_address(r) for r in range(4)] == [a.address for _, a, _ in made]
     assert library.fake_nccl_last_config() == b"contexts=4 channels=1"
     assert library.fake_nccl_calls(b"ncclCommWindowRegister") == 8, "each arena in both domains"
-    ranks(4, lambda _, rank: made[rank][2].close())
-    made[0][2].close()  # again
-    del made, domains, arena
+    rails = [rail for _, _, rail in made]
+    ranks(4, lambda _, rank: rails[rank].close())
+    rails[0].close()  # again
+    del made, domains, arena, rail
+    rails.clear()
     assert library.fake_nccl_open() == 0
 
 
 @scenario
 def a_put_is_there_when_its_signal_is():
     load()
-    made = connected()
-    streams = [[cuda.Stream(r, 0) for _ in range(2)] for r in range(2)]
-    sizes = [16, 1, 0, 4096 + 3, MIB]
-    source, offset = 64, 4096
-    for turn, nbytes in enumerate(sizes):
+    made = connected(nbytes=4 * MIB)
+    send = [cuda.Stream(r, 0) for r in range(2)]
+    receive = [cuda.Stream(r, 0) for r in range(2)]
+    source, offset, seen = 64, 2 * MIB + 3, 3 * MIB + 512 * 1024
+    for turn, nbytes in enumerate([16, 1, 0, 4096 + 3, MIB]):
         for rank, (_, arena, rail) in enumerate(made):
-            words(arena)[source : source + nbytes] = 10 * turn + rank + 1
-        finish()
+            array(arena, np.uint8)[source : source + nbytes] = 10 * turn + rank + 1
+            rail.wait({1 - rank: 1}, receive[rank].handle, "round", contexts=[turn % 4])
+            # Behind the wait: to a place of its own, what has come by then.
+            rail.put(rank, offset, seen, min(nbytes, 16), receive[rank].handle)
+        assert all(rail._rma.outstanding() == 1 for _, _, rail in made), "nobody has put anything yet"
         for rank, (_, _, rail) in enumerate(made):
-            peer = 1 - rank
-            rail.wait({peer: 1}, streams[rank][1].handle, "round", contexts=[turn % 4])
-            assert not turn or nbytes == 0 or words(made[rank][1])[offset] != 10 * turn + peer + 1 or True
-        for rank, (_, _, rail) in enumerate(made):
-            rail.put(1 - rank, source, offset + 64, nbytes, streams[rank][0].handle, context=turn % 4)
+            rail.put(1 - rank, source, offset, nbytes, send[rank].handle, context=turn % 4)
         finish()
         for rank, (_, arena, rail) in enumerate(made):
-            got = words(arena)[offset + 64 : offset + 64 + nbytes]
-            if turn < len(sizes) - 1:  # the last one overlaps its own source
-                assert (got == 10 * turn + 1 - rank + 1).all()
+            assert (array(arena, np.uint8)[offset : offset + nbytes] == 10 * turn + (1 - rank) + 1).all()
+            assert (array(arena, np.uint8)[seen : seen + min(nbytes, 16)] == 10 * turn + (1 - rank) + 1).all()
+            assert (array(arena, np.uint8)[:source] == 0).all()
             rail.check()
             assert rail._rma.outstanding() == 0
     # Signals without data count alike, several at once, and a wait takes as many as it says.
     for _ in range(3):
-        made[0][2].signal(1, streams[0][0].handle)
-    made[1][2].wait({0: 2}, streams[1][1].handle, "two of three")
-    made[1][2].wait({0: 1}, streams[1][1].handle, "the third")
+        made[0][2].signal(1, send[0].handle)
+    made[1][2].wait({0: 2}, receive[1].handle, "two of three")
+    made[1][2].wait({0: 1}, receive[1].handle, "the third")
+    finish()
+    made[1][2].wait({0: 1}, receive[1].handle, "a fourth")
+    time.sleep(0.05)
+    assert made[1][2]._rma.outstanding() == 1
+    made[0][2].signal(1, send[0].handle)
     finish()
     ranks(2, lambda _, rank: made[rank][2].close())
 
@@ -184,7 +186,8 @@ def a_put_is_there_when_its_signal_is():
 def what_cannot_be_is_refused_before_nccl_sees_it():
     library = load()
     made = connected()
-    rail, stream = made[0][2], cuda.Stream(0, 0).handle
+    rail, own = made[0][2], cuda.Stream(0, 0)
+    stream = own.handle
     for call, text in (
         (lambda: rail.put(2, 0, 0, 16, stream), "rank 2 is not on the rail of rank 0, which joins [0, 1]"),
         (lambda: rail.put(1, 0, 0, 16, 0), "is a default stream"),
@@ -209,7 +212,8 @@ def what_cannot_be_is_refused_before_nccl_sees_it():
 def what_nccl_refuses_is_told_in_its_words():
     library = load()
     made = connected()
-    stream = cuda.Stream(0, 0).handle
+    own = cuda.Stream(0, 0)
+    stream = own.handle
     library.fake_nccl_fail(b"ncclPutSignal", 5, 0)
     text = (
         "TIDE: rank 0 could not put 16 bytes to rank 1 on the rail: ncclPutSignal failed: invalid usage (5): the fake "
@@ -288,23 +292,19 @@ def a_wait_in_vain_is_found_and_named():
         "TIDE: no progress within timeout_s=0.3: rank 0, all-gather of 'block', round 1, awaits 2 signal(s) of rank 1 "
         "(context 2). If a rank only needs longer"
     )
-    while True:
-        try:
+    with raises(TideTimeoutError, expected):
+        while time.monotonic() - started < 10:
             rail.check()
-        except TideTimeoutError as e:
-            assert expected in str(e), e
-            break
-        assert time.monotonic() - started < 10
-        time.sleep(0.02)
-    assert time.monotonic() - started >= 0.25
+            time.sleep(0.02)
+    assert 0.25 < time.monotonic() - started < 10
     # A wait that its stream has not reached is nobody's fault: it does not count.
     rail.wait({1: 1}, stream.handle, "behind it")
     time.sleep(0.4)
     assert [w["tag"] for w in rail._rma.overdue(0.3)] == [0]
     # Late is late, but not lost.
-    for _ in range(2):
-        made[1][2].signal(0, cuda.Stream(1, 0).handle, context=2)
-    made[1][2].signal(0, cuda.Stream(1, 0).handle)
+    other = cuda.Stream(1, 0)
+    for context in (2, 2, 0):
+        made[1][2].signal(0, other.handle, context=context)
     until(lambda: rail._rma.outstanding() == 0)
     rail.check()
 

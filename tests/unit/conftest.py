@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -22,31 +23,36 @@ def compile_library(library: Path, sources: list[Path], *options: str) -> Path:
     return library
 
 
-def compile_driver(folder: Path, *options: str) -> Path:
-    return compile_library(folder / "libcuda.so.1", sorted((TESTS / "fake_cuda").glob("*.cpp")), *options)
-
-
-def compile_nccl(folder: Path, *options: str) -> Path:
-    # Found by that name, as the real one is.
-    options = ("-Wl,-soname,libnccl.so.2", *options)
-    return compile_library(folder / "libnccl.so.2", sorted((TESTS / "fake_nccl").glob("*.cpp")), *options)
+def once(tmp_path_factory, name: str, pattern: str, *options: str) -> Path:
+    """Compile ``pattern`` as library ``name``, once for all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = base / "-".join([pattern.split("/")[0], *options]).replace("/", "_")
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / name).exists():
+            folder.mkdir(exist_ok=True)
+            # The library is found by this name, wherever it lies.
+            made = compile_library(folder / "new.so", sorted(TESTS.glob(pattern)), f"-Wl,-soname,{name}", *options)
+            made.rename(folder / name)
+    return folder / name
 
 
 @pytest.fixture(scope="session")
 def driver(tmp_path_factory):
-    return compile_driver(tmp_path_factory.mktemp("fake_cuda"))
+    return once(tmp_path_factory, "libcuda.so.1", "fake_cuda/*.cpp")
 
 
 @pytest.fixture(scope="session")
 def old_driver(tmp_path_factory):
-    return compile_driver(tmp_path_factory.mktemp("fake_cuda_old"), "-DFAKE_CUDA_OLD")
+    return once(tmp_path_factory, "libcuda.so.1", "fake_cuda/*.cpp", "-DFAKE_CUDA_OLD")
 
 
 @pytest.fixture(scope="session")
 def fake_nccl(tmp_path_factory):
-    return compile_nccl(tmp_path_factory.mktemp("fake_nccl"))
+    return once(tmp_path_factory, "libnccl.so.2", "fake_nccl/*.cpp")
 
 
 @pytest.fixture(scope="session")
 def old_nccl(tmp_path_factory):
-    return compile_nccl(tmp_path_factory.mktemp("fake_nccl_old"), "-DFAKE_NCCL_OLD")
+    return once(tmp_path_factory, "libnccl.so.2", "fake_nccl/*.cpp", "-DFAKE_NCCL_OLD")
