@@ -2,17 +2,20 @@
 
     results = launch(2, train, {"steps": 3})
 
-``train(rank, world, arg)`` runs in a fresh ("spawn") process per rank with a gloo process group ready. Whatever
-goes wrong in one rank (an exception, a signal, a hang) fails the test with that rank's own traceback.
+``train(rank, world, arg)`` runs in a process per rank with a gloo process group ready. Whatever goes wrong in one rank
+(an exception, a signal, a hang) fails the test with that rank's own traceback.
+
+The processes are forked from a server that has imported torch and nothing of ours, which saves each rank seconds. They
+are otherwise as good as fresh: the environment is that of the caller now, and their memory is laid out differently.
 """
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing as mp
 import os
 import pickle
 import queue
-import signal
 import tempfile
 import time
 import traceback
@@ -31,9 +34,26 @@ class RankResult:
     exit_code: int | None = None
 
 
+#: What every rank needs and what starts no threads.
+_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint"]
+#: Keeps ranks' memory apart: forked alike, they would map the same things at the same addresses, and one that used its
+#: own address for another's memory would be right by luck.
+_APART_BYTES = 64 * 1024 * 1024
+
+
 def _main(
-    fn: Callable[..., Any], rank: int, world: int, store: str, arg: Any, out: Any, pg_timeout: float, backend: str
+    work: bytes,
+    environment: dict[str, str],
+    rank: int,
+    world: int,
+    store: str,
+    out: Any,
+    pg_timeout: float,
+    backend: str,
 ) -> None:
+    apart = mmap.mmap(-1, (rank + 1) * _APART_BYTES, prot=mmap.PROT_READ)
+    os.environ.clear()
+    os.environ.update(environment)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     import datetime
@@ -52,6 +72,7 @@ def _main(
             world_size=world,
             timeout=datetime.timedelta(seconds=pg_timeout),
         )
+        fn, arg = pickle.loads(work)  # imports the test's module, now that the environment is right
         value = fn(rank, world, arg)
         out.put((rank, pickle.dumps(value), None, None))
         code = 0
@@ -62,6 +83,7 @@ def _main(
     # (the product's own exits are tested through its doors, not through this harness).
     out.close()
     out.join_thread()
+    apart.close()
     os._exit(code)
 
 
@@ -76,13 +98,17 @@ def launch_raw(
     during: Callable[[list[int]], None] | None = None,
 ) -> list[RankResult]:
     """Run ``fn`` on ``world`` ranks; never raises for what a rank did. ``during`` gets the process ids once started."""
-    ctx = mp.get_context("spawn")
+    ctx = mp.get_context("forkserver")
+    ctx.set_forkserver_preload(_PRELOAD)
     out = ctx.Queue()
     results = [RankResult() for _ in range(world)]
+    work = pickle.dumps((fn, arg))
     with tempfile.TemporaryDirectory() as tmp:
         store = os.path.join(tmp, "store")
         procs = [
-            ctx.Process(target=_main, args=(fn, r, world, store, arg, out, pg_timeout, backend), daemon=True)
+            ctx.Process(
+                target=_main, args=(work, dict(os.environ), r, world, store, out, pg_timeout, backend), daemon=True
+            )
             for r in range(world)
         ]
         for p in procs:
@@ -102,7 +128,7 @@ def launch_raw(
         for r, p in enumerate(procs):
             p.join(max(0.0, deadline - time.monotonic()) if seen == world else 0.5)
             if p.exitcode is None:
-                os.kill(p.pid, signal.SIGKILL)
+                p.kill()
                 p.join()
                 if results[r].error is None and results[r].value is None:
                     results[r].error, results[r].error_type = f"no result within {timeout} s; killed", "Hang"

@@ -52,12 +52,12 @@ def main(steps: int, timeout_s: float) -> None:
     files = {os.stat(f"/proc/self/fd/{fd}").st_ino for fd in os.listdir("/proc/self/fd") if _is_arena(fd)}
     rails = sorted(t.name for t in threading.enumerate() if t.name.startswith("tide-rail"))
     stock_losses, stock = train(build(), steps)
-    apart = max(float((parameters[n] - stock[n]).abs().max()) for n in stock)
+    apart = max(float((parameters[n] - stock[n]).detach().abs().max()) for n in stock)
     same = losses == stock_losses and all(torch.equal(parameters[n], stock[n]) for n in stock)
     words = (
         f"RANK {dist.get_rank()} ON {socket.gethostname()}: same={same} apart={apart} arenas={sorted(files)} {rails}"
     )
-    print(words, flush=True)
+    os.write(1, (words + "\n").encode())  # one write: ranks share the log
     dist.destroy_process_group()  # as scripts end; TIDE is still applied
 
 

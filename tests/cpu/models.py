@@ -91,6 +91,7 @@ class Case:
     poison: bool = False
     hook: bool = False
     edit: bool = False
+    setters: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -127,6 +128,9 @@ def build(case: Case, world: int, seed: int = 0, device: str = "cpu") -> nn.Modu
             block.set_gradient_divide_factor(case.divide_factor)
         if case.force_sum:
             block.set_force_sum_reduction_for_comms(True)
+    for name, value in case.setters.items():
+        if hasattr(model, name):  # torch 2.13 and newer
+            getattr(model, name)(value)
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import statistics
@@ -163,7 +164,8 @@ def _signalled(rank, world, sig):
     start = time.monotonic()
     outcome = wait_program(1).replay(arena.native, [], [1], 5, 1.0, 1.5 if sig == signal.SIGSTOP else 30.0)
     took = time.monotonic() - start
-    os.kill(arena.host_pids[1], signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(arena.host_pids[1], signal.SIGKILL)
     return outcome.status, outcome.writer, outcome.expected, outcome.seen, outcome.peer_seq, took
 
 

@@ -16,7 +16,17 @@ from tide_strategies.cli.bench.probe import occupied
 from tide_strategies.cli.bench.rows import Column, header, heading, line, ratio
 from tide_strategies.cli.bench.step import chosen_variants, rows_of, tide_options
 from tide_strategies.cli.bench.step_work import NO_EFFECT
-from tide_strategies.cli.bench.variants import COMPUTE, IN_PLACE, SLOT_REUSE, STOCK, SYMM_MEM, VARIANTS, ModelSize
+from tide_strategies.cli.bench.variants import (
+    AUTO,
+    COMPUTE,
+    IN_PLACE,
+    SLOT_REUSE,
+    STOCK,
+    STOCK_AGAIN,
+    SYMM_MEM,
+    VARIANTS,
+    ModelSize,
+)
 from tide_strategies.cli.bench.victims import one_wave_shape
 from tide_strategies.errors import TideConfigError
 
@@ -51,7 +61,7 @@ def test_collectives(tmp_path, capsys):
 
 def test_steps(tmp_path, capsys):
     size = ["--widths", "64", "--depths", "2", "--tokens", "32,64", "--sequence", "32", "--steps", "3"]
-    found = bench(tmp_path, "step", *size, "--optimizer")
+    found = bench(tmp_path, "step", *size, "--optimizer", "--variants", ",".join(VARIANTS))
     assert found["failures"] == []
     for r in found["rows"]:
         r["variant"] = r["variant"].removesuffix(NO_EFFECT)
@@ -60,8 +70,13 @@ def test_steps(tmp_path, capsys):
         row = {r["variant"]: r for r in found["rows"] if r["tokens"] == tokens}
         assert row[STOCK]["to_stock"] == row[STOCK]["exposed_to_stock"] == 1.0
         assert row[STOCK]["exposed_ms"] == row[STOCK]["step_ms"] - row[COMPUTE]["step_ms"]
-        assert row[IN_PLACE]["loss"] == row[SLOT_REUSE]["loss"] == row[STOCK]["loss"], "the same training, bit for bit"
+        losses = {name: r["loss"] for name, r in row.items() if name not in (COMPUTE, SYMM_MEM)}
+        assert len(losses) == 5
+        assert set(losses.values()) == {row[STOCK]["loss"]}, "the same training, bit for bit"
         assert row[IN_PLACE]["path"] == "3 of 3 groups accelerated"
+        assert row[IN_PLACE]["groups"] == "3/3"
+        assert row[AUTO]["groups"] in {f"{n}/3" for n in range(4)}, "what is faster here is not this test's affair"
+        assert row[STOCK]["groups"] is None
         assert "step_ms" not in row[SYMM_MEM], "it needs NCCL"
     assert "Note: FSDP2+SymmMem: needs NCCL" in capsys.readouterr().out
 
@@ -100,10 +115,11 @@ def test_options_of_tide_are_read_and_checked():
 
 
 def test_variants_are_named_as_in_the_table():
-    assert chosen_variants(None) is None
-    assert chosen_variants("stock FSDP2, TIDE in-place") == [STOCK, IN_PLACE]
+    assert chosen_variants(None, sweep=False) == [COMPUTE, STOCK, SYMM_MEM, IN_PLACE, SLOT_REUSE]
+    assert chosen_variants(None, sweep=True) == [COMPUTE, STOCK, STOCK_AGAIN, IN_PLACE, AUTO]
+    assert chosen_variants("TIDE in-place, stock FSDP2", sweep=True) == [STOCK, IN_PLACE]
     with pytest.raises(TideConfigError, match="there are: compute only"):
-        chosen_variants("stock")
+        chosen_variants("stock", sweep=False)
 
 
 def test_rows_line_up_and_missing_values_show_as_a_dash():

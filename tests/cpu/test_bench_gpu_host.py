@@ -59,7 +59,7 @@ def _measure(rank, world, arg):
             step.measure(
                 place,
                 tokens=[32],
-                only=["compute only", "stock FSDP2"],
+                names=["compute only", "stock FSDP2"],
                 width=32,
                 hidden=64,
                 depth=1,

@@ -40,6 +40,16 @@ CASES = [
     Case("unshard of all modules", unshard_all=True, policy=BF16),
     Case("no reshard after forward", reshard=False),
     Case("summed gradients", force_sum=True, divide_factor=3.0),
+    Case(
+        "reduction settings of torch 2.13",
+        unused=True,
+        policy=BF16,
+        setters={
+            "set_reduce_scatter_unused_params": True,
+            "set_reduce_scatter_max_input_buffers": 2,
+            "set_separate_reduce_scatter_group": True,
+        },
+    ),
     Case("compiled blocks", compile="aot_eager", policy=BF16),
     Case("poisoned slots", poison=True, policy=BF16, twice=True),
     Case("post-accumulate hooks", hook=True),

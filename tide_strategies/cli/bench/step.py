@@ -18,7 +18,9 @@ only" is the same model with nothing to communicate: bf16 parameters on every ra
 step less the compute-only step of the same row group, "of stock" its ratio to stock's. "host" is the time to enqueue a
 step, nothing awaited. "alloc" is the peak of torch's allocator, "arena" what TIDE holds outside of it, "device" the
 growth of the card's memory in use over the variant's life, which counts both (and the allocator's cache): each from
-steps of that variant alone, optimizer included, largest rank. "loss" is that of the last of those steps.
+steps of that variant alone, optimizer included, largest rank. "loss" is that of the last of those steps,
+"groups" how many of the parameter groups TIDE runs. With --sweep, "stock FSDP2 again" is stock once more in the same
+run, so its ratio to stock says what noise is, and "TIDE auto" lets calibration choose between stock and TIDE by group.
 """
 
 COLUMNS = [
@@ -36,11 +38,12 @@ COLUMNS = [
     Column("arena_gib", "arena GiB", ".2f"),
     Column("device_gib", "device GiB", ".2f"),
     Column("loss", "loss", ".6f"),
+    Column("groups", "groups"),
 ]
 #: Device -> (width, depth); deeper stacks of width 8,192 leave no room for all variants on one card.
 _SWEEP = {
     "cuda": [(1024, 4), (1024, 16), (2048, 4), (2048, 16), (4096, 4), (4096, 16), (8192, 4)],
-    "cpu": [(128, 2), (128, 8), (256, 2), (256, 4)],
+    "cpu": [(64, 1), (64, 8), (128, 4), (256, 4), (512, 2), (1024, 2)],
 }
 _GPU = {"widths": [4096], "depths": [8], "tokens": [1024, 4096, 16384]}
 _CPU = {"widths": [256], "depths": [2], "tokens": [256]}
@@ -54,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depths", type=numbers, help="numbers of blocks, comma separated (GPU: 8)")
     parser.add_argument("--hidden", type=positive, help="width of the SwiGLU (default: about 11/6 of the width)")
     parser.add_argument("--sequence", type=positive, default=4096, help="longest sequence (default: 4096)")
-    parser.add_argument("--sweep", action="store_true", help=f"GPU: widths x depths {_sweep_words()}")
+    parser.add_argument(
+        "--sweep", action="store_true", help=f"many sizes and plan auto; GPU: widths x depths {_sweep_words()}"
+    )
     parser.add_argument("--optimizer", action="store_true", help="time the optimizer too")
     parser.add_argument("--steps", type=positive, default=12, help="timed steps per variant and row (default: 12)")
     parser.add_argument("--variants", help='some of the variants, comma separated, for example "stock FSDP2"')
@@ -83,7 +88,7 @@ def jobs(arguments: argparse.Namespace, device: str) -> list[Job]:
     default = _GPU if device == "cuda" else _CPU
     pairs = [(w, d) for w in arguments.widths or default["widths"] for d in arguments.depths or default["depths"]]
     options = tide_options(arguments.option)
-    variants = chosen_variants(arguments.variants)
+    variants = chosen_variants(arguments.variants, arguments.sweep)
     return [
         Job(
             f"width {width}, depth {depth}",
@@ -97,29 +102,29 @@ def jobs(arguments: argparse.Namespace, device: str) -> list[Job]:
                 "steps": arguments.steps,
                 "optimizer": arguments.optimizer,
                 "options": options,
-                "only": variants,
+                "names": variants,
             },
         )
         for width, depth in (_SWEEP[device] if arguments.sweep else pairs)
     ]
 
 
-def chosen_variants(text: str | None) -> list[str] | None:
-    """Names of variants, comma separated; None for all.
+def chosen_variants(text: str | None, sweep: bool) -> list[str]:
+    """Names of variants, comma separated, in the table's order; None for the usual ones, or those of a sweep.
 
     Raises:
         TideConfigError: there is no such variant.
     """
-    from tide_strategies.cli.bench.variants import VARIANTS
+    from tide_strategies.cli.bench.variants import SWEPT, USUAL, VARIANTS
     from tide_strategies.errors import TideConfigError
 
     if text is None:
-        return None
+        return list(SWEPT if sweep else USUAL)
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in VARIANTS:
             raise TideConfigError(f"--variants: there is no {name!r}; there are: {', '.join(VARIANTS)}")
-    return names
+    return [name for name in VARIANTS if name in names]
 
 
 def tide_options(texts: Sequence[str]) -> dict[str, Any]:
@@ -142,11 +147,11 @@ def tide_options(texts: Sequence[str]) -> dict[str, Any]:
     return out
 
 
-def measure(place: Place, tokens: Sequence[int], only: Sequence[str] | None, **work: Any) -> Iterator[Row]:
+def measure(place: Place, tokens: Sequence[int], **work: Any) -> Iterator[Row]:
     """Rows of one model size: for each number of tokens one per variant."""
     from tide_strategies.cli.bench.step_work import StepWork
 
-    run = StepWork(place, only=only, **work)
+    run = StepWork(place, **work)
     times = {count: run.times(count) for count in tokens}
     memory = run.memory(tokens)  # after the timing: by now everything that is loaded lazily is there
     for count in tokens:

@@ -17,7 +17,6 @@ from tide_strategies.cli.bench.ranks import Place, Row, meet
 from tide_strategies.cli.bench.timing import slowest_rank
 from tide_strategies.cli.bench.variants import (
     SLOT_REUSE,
-    VARIANTS,
     ModelSize,
     NotHereError,
     Variant,
@@ -39,7 +38,7 @@ class StepWork:
     """All variants of one model size on this rank. Every method is collective.
 
     Args:
-        only: names of the variants to measure; None for all.
+        names: the variants to measure.
     """
 
     def __init__(
@@ -53,11 +52,11 @@ class StepWork:
         steps: int,
         optimizer: bool,
         options: dict[str, Any],
-        only: Sequence[str] | None,
+        names: Sequence[str],
     ) -> None:
         self.place, self.size = place, ModelSize(width, hidden, depth)
         self._sequence, self._steps, self._optimizer, self._options = sequence, steps, optimizer, options
-        self.names = [name for name in VARIANTS if only is None or name in only]
+        self.names = list(names)
         self.notes: list[str] = []
         self.about: Row = {
             "ranks": place.ranks,
@@ -186,7 +185,7 @@ class StepWork:
         for _ in range(_MEMORY_STEPS):
             loss = variant.forward_backward(x)
             variant.update()
-        row: Row = {"loss": float(loss), "path": variant.path()}
+        row: Row = {"loss": float(loss), "path": variant.path(), "groups": variant.groups()}
         if self.place.on_gpu:
             self._synchronize()
             arena = variant.arena_bytes()

@@ -20,9 +20,19 @@ from tide_strategies.fsdp2 import apply_tide
 _LR = 1e-4
 #: A fallback is no measurement; and a wait that lasts is told before the job's limit ends it.
 _OPTIONS = {"plan": "tide", "strict": True, "timeout_s": 100.0}
-#: Variants in the order of the table.
-VARIANTS = ("compute only", "stock FSDP2", "FSDP2+SymmMem", "TIDE in-place", "TIDE slot-reuse")
-COMPUTE, STOCK, SYMM_MEM, IN_PLACE, SLOT_REUSE = VARIANTS
+COMPUTE, STOCK, STOCK_AGAIN, SYMM_MEM = "compute only", "stock FSDP2", "stock FSDP2 again", "FSDP2+SymmMem"
+IN_PLACE, SLOT_REUSE, AUTO = "TIDE in-place", "TIDE slot-reuse", "TIDE auto"
+#: What is measured unless asked otherwise, in the order of the table.
+USUAL = (COMPUTE, STOCK, SYMM_MEM, IN_PLACE, SLOT_REUSE)
+#: For many sizes: stock twice says how far apart equals are, and ``plan: auto`` chooses between stock and TIDE.
+SWEPT = (COMPUTE, STOCK, STOCK_AGAIN, IN_PLACE, AUTO)
+VARIANTS = tuple(dict.fromkeys((COMPUTE, STOCK, STOCK_AGAIN, *USUAL, *SWEPT)))
+#: TIDE's own options of its variants.
+_MODES: dict[str, dict[str, Any]] = {
+    IN_PLACE: {},
+    SLOT_REUSE: {"reduce_scatter.mode": "slot_reuse"},
+    AUTO: {"plan": "auto", "strict": False},  # to choose stock is no failure
+}
 
 
 class NotHereError(Exception):
@@ -75,6 +85,13 @@ class Variant:
         """Memory of TIDE's arenas on this rank, which torch's allocator does not count."""
         return None if self.handle is None else sum(self.handle.report().arena_bytes.values())
 
+    def groups(self) -> str | None:
+        """How many of the parameter groups TIDE runs, such as "3/4"; None where it has no part."""
+        if self.handle is None:
+            return None
+        groups = self.handle.report().groups
+        return f"{sum(g.path == 'tide' for g in groups)}/{len(groups)}"
+
     def path(self) -> str:
         """How many groups TIDE runs, in words; empty where it has no part."""
         return "" if self.handle is None else self.handle.report().status
@@ -91,15 +108,14 @@ def build(name: str, place: Place, size: ModelSize, options: dict[str, Any]) -> 
     """
     if name == COMPUTE:
         return _compute_only(place, size)
-    if name == STOCK:
+    if name in (STOCK, STOCK_AGAIN):
         if place.shares_card:
             raise NotHereError("several ranks share a GPU, where torch's NCCL cannot run")
         return _sharded(name, place, size, _world_mesh(place))
     if name == SYMM_MEM:
         return _symmetric_memory(place, size)
-    mode = {} if name == IN_PLACE else {"reduce_scatter.mode": "slot_reuse"}
     variant = _sharded(name, place, size, _world_mesh(place))
-    variant.handle = apply_tide(variant.model, {**_OPTIONS, **options, **mode})
+    variant.handle = apply_tide(variant.model, {**_OPTIONS, **options, **_MODES[name]})
     return variant
 
 
