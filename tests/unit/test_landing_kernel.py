@@ -73,7 +73,7 @@ def test_what_does_not_compile_says_why() -> None:
     compiled("sm_90")  # NVRTC is here
     with pytest.raises(KernelUnavailableError, match=r"could not compile a kernel for sm_90: tide.cu\(1\): error"):
         compile_cuda("nonsense", "sm_90")
-    with pytest.raises(KernelUnavailableError, match="for sm_1: .*invalid value for --gpu-architecture"):
+    with pytest.raises(KernelUnavailableError, match=r"for sm_1: .*invalid value for --gpu-architecture"):
         compile_cuda("", "sm_1")
 
 
