@@ -588,9 +588,12 @@ class nccl:
             """See :meth:`_native.Window.tensor`; the DLPack object is on the device."""
 
     class Window:
-        """A memory registered with a communicator; all its ranks register one of the same size. Collective."""
+        """A memory registered with a communicator; all its ranks register one of the same size. Collective.
 
-        def __init__(self, comm: nccl.Communicator, memory: nccl.Memory, timeout_s: float) -> None: ...
+        A whole allocation: of NCCL's own, or a mapping of a ``cuda.Allocation``.
+        """
+
+        def __init__(self, comm: nccl.Communicator, memory: nccl.Memory | cuda.Mapping, timeout_s: float) -> None: ...
         @property
         def bytes(self) -> int: ...
         @property

@@ -29,12 +29,6 @@ namespace tide::cuda {
 namespace {
 
 // What Python holds. The objects behind keep each other alive by these pointers, not through Python.
-struct MappingHandle {
-  std::shared_ptr<Mapping> it;
-  uint64_t address() const { return it->address(); }
-  uint64_t bytes() const { return it->bytes(); }
-  int device() const { return it->device(); }
-};
 struct WindowHandle {
   std::shared_ptr<Window> it;
   uint64_t address() const { return it->address(); }

@@ -229,15 +229,14 @@ Memory::~Memory() {
   }
 }
 
-Window::Window(std::shared_ptr<Communicator> comm, std::shared_ptr<Memory> memory, double timeout_s)
-    : comm_(std::move(comm)), memory_(std::move(memory)) {
-  if (memory_->device() != comm_->device().ordinal())
-    throw std::invalid_argument("the memory is on device " + std::to_string(memory_->device()) +
+Window::Window(std::shared_ptr<Communicator> comm, Region region, double timeout_s)
+    : comm_(std::move(comm)), region_(std::move(region)) {
+  if (region_.device != comm_->device().ordinal())
+    throw std::invalid_argument("the memory is on device " + std::to_string(region_.device) +
                                 "; the communicator on " + std::to_string(comm_->device().ordinal()));
   WindowHandle* const handle = handle_;
-  const std::shared_ptr<Memory> kept = memory_;
   comm_->run("ncclCommWindowRegister", deadline_after(timeout_s), [&](CommHandle c) {
-    return api().CommWindowRegister(c, reinterpret_cast<void*>(kept->address()), kept->bytes(), handle, kCollSymmetric);
+    return api().CommWindowRegister(c, reinterpret_cast<void*>(region_.address), region_.bytes, handle, kCollSymmetric);
   });
   if (*handle_ != nullptr) return;
   // NCCL reports success and gives no window where it cannot have symmetric memory.

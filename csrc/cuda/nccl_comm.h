@@ -87,17 +87,24 @@ class Memory {
   uint64_t bytes_;
 };
 
-// A memory registered with a communicator, which all its ranks do together, with equal sizes.
+// What is registered: a whole allocation, of NCCL's own or of the driver's (cuda::Allocation).
+struct Region {
+  int device;
+  uint64_t address, bytes;
+  std::shared_ptr<const void> owner;
+};
+
+// A region registered with a communicator, which all its ranks do together, with equal sizes.
 class Window {
  public:
-  Window(std::shared_ptr<Communicator> comm, std::shared_ptr<Memory> memory, double timeout_s);
+  Window(std::shared_ptr<Communicator> comm, Region region, double timeout_s);
   ~Window();
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
 
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
-  uint64_t address() const { return memory_->address(); }
-  uint64_t bytes() const { return memory_->bytes(); }
+  uint64_t address() const { return region_.address; }
+  uint64_t bytes() const { return region_.bytes; }
   WindowHandle handle() const { return *handle_; }
   // Where this process sees a peer's memory; 0 if it is out of reach of loads and copies.
   uint64_t peer_address(int64_t peer);
@@ -105,7 +112,7 @@ class Window {
 
  private:
   std::shared_ptr<Communicator> comm_;
-  std::shared_ptr<Memory> memory_;
+  Region region_;
   WindowHandle* handle_ = new WindowHandle(nullptr);  // as above
 };
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../tensor.h"
+#include "module.h"
 #include "nccl_comm.h"
 #include "nccl_rma.h"
 
@@ -55,6 +56,13 @@ Tensor tensor_of(nb::pointer_and_handle<MemoryObject> self, int64_t byte_offset,
                 nullptr, dtype, nb::device::cuda::value, memory.device());
 }
 
+template <class Object>
+void make_window(WindowObject* self, const CommHandleObject& comm, const Object& memory, double timeout_s) {
+  const auto& it = *memory.it;
+  new (self) WindowObject{
+      std::make_shared<Window>(comm.it, Region{it.device(), it.address(), it.bytes(), memory.it}, timeout_s)};
+}
+
 void bind_comm(nb::module_& m) {
   nb::class_<CommHandleObject>(m, "Communicator")
       .def_static("join", [](int64_t device, const nb::bytes& id, int64_t ranks, int64_t rank, int64_t contexts,
@@ -95,10 +103,8 @@ void bind_memory(nb::module_& m) {
       .def_prop_ro("bytes", [](const MemoryObject& o) { return o.it->bytes(); })
       .def("tensor", &tensor_of, "byte_offset"_a, "numel"_a, "dtype"_a);
   nb::class_<WindowObject>(m, "Window")
-      .def("__init__", [](WindowObject* self, const CommHandleObject& comm, const MemoryObject& memory,
-                          double timeout_s) {
-        new (self) WindowObject{std::make_shared<Window>(comm.it, memory.it, timeout_s)};
-      }, "comm"_a, "memory"_a, "timeout_s"_a, Released())
+      .def("__init__", &make_window<MemoryObject>, "comm"_a, "memory"_a, "timeout_s"_a, Released())
+      .def("__init__", &make_window<cuda::MappingHandle>, "comm"_a, "memory"_a, "timeout_s"_a, Released())
       .def_prop_ro("bytes", [](const WindowObject& o) { return o.it->bytes(); })
       .def_prop_ro("address", [](const WindowObject& o) { return o.it->address(); })
       .def("peer_address", [](const WindowObject& o, int64_t peer) { return o.it->peer_address(peer); }, "peer"_a,

@@ -294,8 +294,9 @@ EXPORT Result ncclMemFree(void* p) {
 EXPORT Result ncclCommWindowRegister(CommHandle handle, void* buffer, size_t bytes, WindowHandle* out, int flags) {
   ENTER("ncclCommWindowRegister");
   FakeComm* comm = known(handle);
-  const auto memory = world().memory.find(buffer);  // a whole allocation, as host RMA wants it
-  if (comm == nullptr || flags != kCollSymmetric || memory == world().memory.end() || memory->second != bytes)
+  const auto memory = world().memory.find(buffer);  // a whole allocation, as host RMA wants it; or the driver's
+  const bool whole = memory == world().memory.end() || memory->second == bytes;
+  if (comm == nullptr || flags != kCollSymmetric || !whole || reinterpret_cast<uintptr_t>(buffer) % (2 << 20) != 0)
     return kInvalidArgument;
   comm->windows.push_back(std::make_unique<FakeWindow>(
       FakeWindow{comm, comm->windows.size(), static_cast<char*>(buffer), bytes}));

@@ -21,10 +21,16 @@ for switch in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_
 from stage import MIB, array, fake, play, raises, scenario, until  # noqa: E402
 
 from tide_strategies._native import cuda, nccl  # noqa: E402
+from tide_strategies.collectives.schedule import Space  # noqa: E402
 from tide_strategies.errors import TideArenaError, TidePeerError, TideTimeoutError  # noqa: E402
+from tide_strategies.runtime.cuda import nccl_rail  # noqa: E402
 from tide_strategies.runtime.cuda.nccl_domains import NcclDomains, missing_nccl  # noqa: E402
 from tide_strategies.runtime.cuda.nccl_rail import NcclRail  # noqa: E402
 from tide_strategies.topology import Topology  # noqa: E402
+
+
+SIGNALS = 6
+PLACE = (Space.INBOX, 1)
 
 
 def load():
@@ -65,9 +71,10 @@ def connected(nodes=2, local=1, nbytes=MIB, timeout_s=10.0):
     topology = Topology(nodes, local)
 
     def work(exchange, rank):
-        domains = NcclDomains(exchange, rank, topology, rank % 2, timeout_s)
-        arena = domains.arena(nbytes)
-        return domains, arena, NcclRail(domains, arena)
+        domains = NcclDomains(exchange, rank, topology, rank % 2, timeout_s, signals=SIGNALS)
+        arena, rail = domains.arena(nbytes), NcclRail(domains, {3: "counter 'arrived'"}.get)
+        rail.register(*PLACE, arena.memory)
+        return domains, arena, rail
 
     made = ranks(topology.ranks, work)
     assert not any(isinstance(m, Exception) for m in made), made
@@ -155,49 +162,76 @@ def a_put_is_there_when_its_signal_is():
     for turn, nbytes in enumerate([16, 1, 0, 4096 + 3, MIB]):
         for rank, (_, arena, rail) in enumerate(made):
             array(arena, np.uint8)[source : source + nbytes] = 10 * turn + rank + 1
-            rail.wait({1 - rank: 1}, receive[rank].handle, "round", contexts=[turn % 4])
+            rail.take(1 - rank, turn, 1, receive[rank].handle)
             # Behind the wait: to a place of its own, what has come by then.
-            rail.put(rank, offset, seen, min(nbytes, 16), receive[rank].handle)
+            rail.put(rank, arena.address + offset, min(nbytes, 16), *PLACE, seen, 5, receive[rank].handle)
         assert all(rail._rma.outstanding() == 1 for _, _, rail in made), "nobody has put anything yet"
-        for rank, (_, _, rail) in enumerate(made):
-            rail.put(1 - rank, source, offset, nbytes, send[rank].handle, context=turn % 4)
+        for rank, (_, arena, rail) in enumerate(made):
+            rail.put(1 - rank, arena.address + source, nbytes, *PLACE, offset, turn, send[rank].handle)
         finish()
         for rank, (_, arena, rail) in enumerate(made):
-            assert (array(arena, np.uint8)[offset : offset + nbytes] == 10 * turn + (1 - rank) + 1).all()
-            assert (array(arena, np.uint8)[seen : seen + min(nbytes, 16)] == 10 * turn + (1 - rank) + 1).all()
-            assert (array(arena, np.uint8)[:source] == 0).all()
+            memory = array(arena, np.uint8)
+            assert (memory[offset : offset + nbytes] == 10 * turn + (1 - rank) + 1).all()
+            assert (memory[seen : seen + min(nbytes, 16)] == 10 * turn + (1 - rank) + 1).all()
+            assert (memory[:source] == 0).all()
             rail.check()
             assert rail._rma.outstanding() == 0
-    # Signals without data count alike, several at once, and a wait takes as many as it says.
+    # Notifications count alike, several at once, and a wait takes as many as it says.
     for _ in range(3):
-        made[0][2].signal(1, send[0].handle)
-    made[1][2].wait({0: 2}, receive[1].handle, "two of three")
-    made[1][2].wait({0: 1}, receive[1].handle, "the third")
+        made[0][2].notify(1, 0, send[0].handle)
+    made[1][2].take(0, 0, 2, receive[1].handle)
+    made[1][2].take(0, 0, 1, receive[1].handle)
     finish()
-    made[1][2].wait({0: 1}, receive[1].handle, "a fourth")
+    made[1][2].take(0, 0, 1, receive[1].handle)
     time.sleep(0.05)
     assert made[1][2]._rma.outstanding() == 1
-    made[0][2].signal(1, send[0].handle)
+    made[0][2].notify(1, 0, send[0].handle)
     finish()
     ranks(2, lambda _, rank: made[rank][2].close())
+
+
+@scenario
+def memory_of_the_driver_can_be_registered_too():
+    load()
+    topology = Topology(2, 1)
+    sizes = [MIB, 2 * MIB + 1]
+
+    def work(exchange, rank):
+        domains = NcclDomains(exchange, rank, topology, rank, 5.0, signals=SIGNALS)
+        rail, memory = NcclRail(domains), cuda.Mapping(cuda.Allocation(rank, 4 * MIB), rank)
+        rail.register(*PLACE, memory)
+        apart = cuda.Mapping(cuda.Allocation(rank, sizes[rank]), rank)
+        with raises(TideArenaError, "agreeing on NCCL failed. rank 1: it registers 4194304 bytes, rank 0 registers 2"):
+            rail.register(Space.LANDING, 0, apart)
+        return rail, memory
+
+    made = ranks(2, work)
+    stream = cuda.Stream(0, 0)
+    array(made[0][1], np.uint8)[:100] = 7
+    made[0][0].put(1, made[0][1].address, 100, *PLACE, MIB, 2, stream.handle)
+    finish()
+    assert (array(made[1][1], np.uint8)[MIB : MIB + 100] == 7).all()
+    ranks(2, lambda _, rank: made[rank][0].close())
 
 
 @scenario
 def what_cannot_be_is_refused_before_nccl_sees_it():
     library = load()
     made = connected()
-    rail, own = made[0][2], cuda.Stream(0, 0)
+    rail, own, at = made[0][2], cuda.Stream(0, 0), made[0][1].address
     stream = own.handle
     for call, text in (
-        (lambda: rail.put(2, 0, 0, 16, stream), "rank 2 is not on the rail of rank 0, which joins [0, 1]"),
-        (lambda: rail.put(1, 0, 0, 16, 0), "is a default stream"),
-        (lambda: rail.put(1, 0, 2 * MIB, 16, stream), "offset is 2097152; allowed: 0 to 2097136"),
-        (lambda: rail.put(1, 2 * MIB - 8, 0, 16, stream), "is not within the window"),
-        (lambda: rail.put(1, -1, 0, 16, stream), "source is -1"),
-        (lambda: rail.put(1, 0, 0, -1, stream), "bytes is -1"),
-        (lambda: rail.put(1, 0, 0, 16, stream, context=4), "context is 4; allowed: 0 to 3"),
-        (lambda: rail.wait({1: 0}, stream, "none"), "count is 0; allowed: 1 to"),
-        (lambda: rail.wait({}, stream, "nobody"), "a wait needs at least one signal"),
+        (lambda: rail.put(2, at, 16, *PLACE, 0, 0, stream), "rank 2 is not on the rail of rank 0, which joins [0, 1]"),
+        (lambda: rail.put(1, at, 16, *PLACE, 0, 0, 0), "is a default stream"),
+        (lambda: rail.put(1, at, 16, *PLACE, 2 * MIB, 0, stream), "offset is 2097152; allowed: 0 to 2097136"),
+        (lambda: rail.put(1, at + 2 * MIB - 8, 16, *PLACE, 0, 0, stream), "are not within memory that is registered"),
+        (lambda: rail.put(1, at - 1, 16, *PLACE, 0, 0, stream), "are not within memory that is registered"),
+        (lambda: rail.put(1, at, 16, Space.INBOX, 0, 0, 0, stream), "inbox 0 is not registered with the rail"),
+        (lambda: rail.put(1, at, -1, *PLACE, 0, 0, stream), "bytes is -1"),
+        (lambda: rail.put(1, at, 16, *PLACE, 0, SIGNALS, stream), "signal is 6; allowed: 0 to 5"),
+        (lambda: rail.take(1, 0, 0, stream), "count is 0; allowed: 1 to"),
+        (lambda: rail._rma.wait([], 0, stream), "a wait needs at least one signal"),
+        (lambda: rail._rma.wait([(1, 1, 0, 4)], 0, stream), "context is 4; allowed: 0 to 3"),
         (lambda: nccl.Rma(made[0][0].main, 1.0), "the communicator has no RMA contexts"),
         (lambda: nccl.Communicator.join(0, b"short", 2, 0, 0, 1, 1, True, 1.0), "an id has 128 bytes; got 5"),
         (lambda: nccl.Window(made[1][0].main, made[0][1].memory, 1.0), "the memory is on device 0"),
@@ -212,22 +246,21 @@ def what_cannot_be_is_refused_before_nccl_sees_it():
 def what_nccl_refuses_is_told_in_its_words():
     library = load()
     made = connected()
-    own = cuda.Stream(0, 0)
-    stream = own.handle
+    rail, own, at = made[0][2], cuda.Stream(0, 0), made[0][1].address
     library.fake_nccl_fail(b"ncclPutSignal", 5, 0)
     text = (
         "TIDE: rank 0 could not put 16 bytes to rank 1 on the rail: ncclPutSignal failed: invalid usage (5): the fake "
         "library refused. All ranks stop"
     )
     with raises(TidePeerError, text):
-        made[0][2].put(1, 0, 0, 16, stream)
+        rail.put(1, at, 16, *PLACE, 0, 0, own.handle)
     library.fake_nccl_fail(b"ncclWaitSignal", 4, 0)
-    with raises(TidePeerError, "rank 0 could not wait for [1] on the rail: ncclWaitSignal failed: invalid argument"):
-        made[0][2].wait({1: 1}, stream, "x")
-    assert made[0][2]._rma.outstanding() == 0
-    made[0][0].abort()
+    with raises(TidePeerError, "rank 0 could not wait for rank 1 on the rail: ncclWaitSignal failed: invalid argument"):
+        rail.take(1, 0, 1, own.handle)
+    assert rail._rma.outstanding() == 0
+    rail.stop()
     with raises(TidePeerError, "could not signal rank 1 on the rail: ncclSignal: the communicator was closed"):
-        made[0][2].signal(1, stream)
+        rail.notify(1, 0, own.handle)
 
 
 @scenario
@@ -282,15 +315,15 @@ def no_step_outlasts_its_bound():
 def a_wait_in_vain_is_found_and_named():
     load()
     made = connected(timeout_s=0.3)
-    stream = cuda.Stream(0, 0)
+    stream, other = cuda.Stream(0, 0), cuda.Stream(1, 0)
     rail = made[0][2]
-    rail.wait({1: 2}, stream.handle, "all-gather of 'block', round 1", contexts=[2])
+    rail.take(1, 3, 2, stream.handle)
     rail.check()  # hardly begun
     assert rail._rma.outstanding() == 1
     started = time.monotonic()
     expected = (
-        "TIDE: no progress within timeout_s=0.3: rank 0, all-gather of 'block', round 1, awaits 2 signal(s) of rank 1 "
-        "(context 2). If a rank only needs longer"
+        "TIDE: no progress within timeout_s=0.3: rank 0 awaits 2 signal(s) of counter 'arrived' of rank 1 on the rail. "
+        "If that rank only needs longer"
     )
     with raises(TideTimeoutError, expected):
         while time.monotonic() - started < 10:
@@ -298,15 +331,31 @@ def a_wait_in_vain_is_found_and_named():
             time.sleep(0.02)
     assert 0.25 < time.monotonic() - started < 10
     # A wait that its stream has not reached is nobody's fault: it does not count.
-    rail.wait({1: 1}, stream.handle, "behind it")
+    rail.take(1, 0, 1, stream.handle)
     time.sleep(0.4)
-    assert [w["tag"] for w in rail._rma.overdue(0.3)] == [0]
+    assert [w["tag"] for w in rail._rma.overdue(0.3)] == [3]
     # Late is late, but not lost.
-    other = cuda.Stream(1, 0)
-    for context in (2, 2, 0):
-        made[1][2].signal(0, other.handle, context=context)
+    for counter in (3, 3, 0):
+        made[1][2].notify(0, counter, other.handle)
     until(lambda: rail._rma.outstanding() == 0)
     rail.check()
+
+
+@scenario
+def a_rank_that_stops_with_a_blocked_stream_ends():
+    """The exit code is what the test looks at: nothing else could end the wait."""
+    library = load()
+    made = connected()
+    nccl_rail.LAST_RESORT_S = 0.3
+    stream = cuda.Stream(0, 0)
+    made[1][2].stop()  # nothing is blocked there: it may live on
+    made[0][2].take(1, 0, 1, stream.handle)
+    until(lambda: made[0][2]._rma.outstanding() == 1)
+    made[0][2].stop()
+    made[0][2].stop()
+    made[0][2].close()
+    assert library.fake_nccl_calls(b"ncclCommAbort") == 4
+    time.sleep(20)
 
 
 @scenario
@@ -324,7 +373,8 @@ def hosts_without_what_it_takes_are_told_so():
 
         def work(exchange, rank):
             domains = NcclDomains(exchange, rank, topology, rank, 5.0)
-            return NcclRail(domains, domains.arena(MIB))
+            rail = NcclRail(domains)
+            rail.register(*PLACE, domains.arena(MIB).memory)
 
         for error in ranks(2, work):
             assert text in str(error), error

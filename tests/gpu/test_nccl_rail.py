@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 from harness import launch
 
+from tide_strategies.collectives.schedule import Space
 from tide_strategies.runtime.cuda.nccl_domains import NcclArena, NcclDomains, missing_nccl
 from tide_strategies.runtime.cuda.nccl_rail import NcclRail
 from tide_strategies.runtime.exchange import process_group_exchange
 from tide_strategies.topology import Topology
 
 MIB = 1 << 20
+PLACE = (Space.LANDING, 0)
 HALF = 72 * MIB  # of the arena: sources, then landings
 SIZES = [16, 17, 4096, 65536 + 3, MIB, 16 * MIB, 64 * MIB]
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -48,9 +50,10 @@ def _work(rank: int, world: int, _: None) -> dict[str, Any]:
     torch.cuda.set_device(rank)
     exchange = process_group_exchange(dist.group.WORLD, 60.0, "the test of the rail")
     started = time.monotonic()
-    domains = NcclDomains(exchange, rank, Topology(world, 1), rank, 60.0, multicast=False)
+    domains = NcclDomains(exchange, rank, Topology(world, 1), rank, 60.0, signals=4, multicast=False)
     arena = domains.arena(2 * HALF)
-    rail = NcclRail(domains, arena)
+    rail = NcclRail(domains)
+    rail.register(*PLACE, arena.memory)
     took = time.monotonic() - started
     memory = torch.from_dlpack(arena.memory.tensor(0, arena.bytes, "uint8"))
     out = {
@@ -82,14 +85,14 @@ def _bytes(rank: int, rail: NcclRail, memory: torch.Tensor) -> list[str]:
     """Sizes whose bytes did not arrive, or with more than theirs written."""
     wrong, send, receive = [], torch.cuda.Stream(), torch.cuda.Stream()
     for turn, nbytes in enumerate(SIZES):
-        context = turn % 4
+        counter = turn % 4
         memory[:nbytes] = _pattern(rank, nbytes)
         memory[HALF : HALF + nbytes + 64] = 0xEE
         _all_ready()
-        rail.wait({1 - rank: 1}, receive.cuda_stream, f"{nbytes} bytes", contexts=[context])
+        rail.take(1 - rank, counter, 1, receive.cuda_stream)
         with torch.cuda.stream(receive):  # what is there at that moment
             got = memory[HALF : HALF + nbytes + 64].clone()
-        rail.put(1 - rank, 0, HALF + 16, nbytes, send.cuda_stream, context=context)
+        rail.put(1 - rank, memory.data_ptr(), nbytes, *PLACE, HALF + 16, counter, send.cuda_stream)
         _all_ready()
         edges = bool((got[:16] == 0xEE).all()) and bool((got[nbytes + 16 :] == 0xEE).all())
         if not (edges and torch.equal(got[16 : nbytes + 16], _pattern(1 - rank, nbytes))):
@@ -98,7 +101,7 @@ def _bytes(rank: int, rail: NcclRail, memory: torch.Tensor) -> list[str]:
 
 
 def _order(rank: int, rail: NcclRail, memory: torch.Tensor) -> list[int]:
-    """Puts of one context that were not wholly there when their own signal was. All signals count alike."""
+    """Puts for one counter that were not wholly there when their own signal was. All signals count alike."""
     count, nbytes = 16, 4 * MIB
     for i in range(count):
         memory[i * nbytes : (i + 1) * nbytes] = i + 1
@@ -107,26 +110,27 @@ def _order(rank: int, rail: NcclRail, memory: torch.Tensor) -> list[int]:
     send, receive = torch.cuda.Stream(), torch.cuda.Stream()
     ends = []
     for i in range(count):
-        rail.wait({1 - rank: 1}, receive.cuda_stream, f"put {i}")
+        rail.take(1 - rank, 0, 1, receive.cuda_stream)
         with torch.cuda.stream(receive):
             landed = memory[HALF + i * nbytes : HALF + (i + 1) * nbytes]
             ends.append(torch.stack([landed.min(), landed.max()]))
     for i in range(count):
-        rail.put(1 - rank, i * nbytes, HALF + i * nbytes, nbytes, send.cuda_stream)
+        source = memory[i * nbytes :].data_ptr()
+        rail.put(1 - rank, source, nbytes, *PLACE, HALF + i * nbytes, 0, send.cuda_stream)
     _all_ready()
     return [i for i, e in enumerate(ends) if e.tolist() != [i + 1, i + 1]]
 
 
 def _rates(rank: int, arena: NcclArena, rail: NcclRail) -> dict[int, tuple[float, float, float]]:
     """By size: GB/s of puts from rank 0 to 1, GB/s of copies to the peer's memory, microseconds of a call of put."""
-    out = {}
+    out, at = {}, arena.address
     for nbytes in (MIB, 16 * MIB, 64 * MIB):
         _all_ready()
         if rank == 0:
             source = torch.empty(nbytes, dtype=torch.uint8, device="cuda:0")
             target = torch.empty(nbytes, dtype=torch.uint8, device="cuda:1")
             stream = torch.cuda.Stream()
-            put, host = _rate(stream, nbytes, lambda s, n=nbytes: rail.put(1, 0, HALF, n, s.cuda_stream))
+            put, host = _rate(stream, nbytes, lambda s, n=nbytes: rail.put(1, at, n, *PLACE, HALF, 0, s.cuda_stream))
             with torch.cuda.stream(stream):
                 copy, _ = _rate(stream, nbytes, lambda s, t=target, o=source: t.copy_(o, non_blocking=True))
             out[nbytes] = (put, copy, host)

@@ -13,10 +13,16 @@ from pathlib import Path
 import pytest
 from conftest import TESTS
 
+from tide_strategies.runtime.cuda.nccl_rail import EXIT_CODE
+
 ROOT = TESTS.parent
 SCENARIOS_FILE = TESTS / "fake_nccl" / "scenarios.py"
 #: Those that need a library of their own.
-SPECIAL = {"two_copies_are_refused", "an_old_library_is_told_from_a_maimed_one"}
+SPECIAL = {
+    "two_copies_are_refused",
+    "an_old_library_is_told_from_a_maimed_one",
+    "a_rank_that_stops_with_a_blocked_stream_ends",
+}
 SCENARIOS = [
     node.name
     for node in ast.parse(SCENARIOS_FILE.read_text()).body
@@ -24,10 +30,11 @@ SCENARIOS = [
 ]
 
 
-def run(name: str, driver: Path, library: Path, **env: str) -> None:
+def run(name: str, driver: Path, library: Path, code: int = 0, **env: str) -> str:
     env = {**os.environ, "TIDE_LIBCUDA": str(driver), "TIDE_FAKE_NCCL": str(library), **env}
     done = subprocess.run([sys.executable, SCENARIOS_FILE, name], capture_output=True, text=True, timeout=120, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stderr
 
 
 @pytest.mark.parametrize("name", [n for n in SCENARIOS if n not in SPECIAL])
@@ -42,6 +49,11 @@ def test_two_copies_are_refused(driver, fake_nccl, tmp_path):
 
 def test_an_old_library_is_told_from_a_maimed_one(driver, old_nccl):
     run("an_old_library_is_told_from_a_maimed_one", driver, old_nccl, FAKE_NCCL_VERSION="22809")
+
+
+def test_a_rank_that_stops_with_a_blocked_stream_ends(driver, fake_nccl):
+    words = run("a_rank_that_stops_with_a_blocked_stream_ends", driver, fake_nccl, code=EXIT_CODE)
+    assert "TIDE: rank 0 has stopped, and its GPU still waits for a peer: the process is ended." in words
 
 
 def test_special_scenarios_exist():

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tide_strategies._native import nccl
+from tide_strategies._native import cuda, nccl
 from tide_strategies.runtime.bootstrap import Exchange, agree
 from tide_strategies.topology import Topology
 
@@ -25,6 +25,8 @@ CONTEXTS = 4
 _CHANNELS = 1
 #: What windows and rails that cannot be had mean for a group.
 _CODE = "TIDE-F029"
+
+_REGISTERING = "registering memory with NCCL"
 
 T = TypeVar("T")
 
@@ -37,17 +39,17 @@ def missing_nccl() -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class NcclArena:
-    """Device memory of the same size on every rank, registered for peer addresses and for puts.
+    """Device memory of the same size on every rank, whose addresses peers know.
+
+    For puts it is registered with the rail as well (``NcclRail.register``), and with nothing twice.
 
     Args:
         memory: this rank's.
         local: its window in the communicator of all ranks.
-        rail: its window in the communicator of this rank's rail.
     """
 
     memory: nccl.Memory
     local: nccl.Window
-    rail: nccl.Window
 
     @property
     def bytes(self) -> int:
@@ -74,6 +76,7 @@ class NcclDomains:
         device: this rank's CUDA device ordinal.
         timeout_s: bound of every step.
         contexts: RMA contexts of a rail.
+        signals: signals that a rank of a rail keeps for each other one.
         multicast: whether NCCL may make multicast objects; the switches of the environment may forbid it all the same.
 
     Raises:
@@ -90,12 +93,13 @@ class NcclDomains:
         timeout_s: float,
         *,
         contexts: int = CONTEXTS,
+        signals: int = 1,
         multicast: bool = True,
     ) -> None:
         self.rank, self.topology, self.device, self.timeout_s = rank, topology, device, timeout_s
         self._exchange = exchange
-        self._arenas: list[NcclArena] = []
-        self._agree("using NCCL's windows", _same_library(self._agree("finding NCCL", missing_nccl(), _version())))
+        self._windows: list[nccl.Window] = []
+        self._same(self._agree("finding NCCL", missing_nccl(), _version()), "has NCCL {}")
         # Every rank could make an id; that of rank 0 is taken.
         ids = self._try("naming the communicator", nccl.unique_id, lambda i: base64.b64encode(i).decode())[1]
         id_ = base64.b64decode(ids[0])
@@ -105,30 +109,31 @@ class NcclDomains:
         )
         self.rail, _ = self._try(
             "connecting the rails through NCCL",
-            lambda: self.main.split(topology.local_of(rank), topology.node_of(rank), contexts, 1, _CHANNELS, timeout_s),
+            lambda: self.main.split(
+                topology.local_of(rank), topology.node_of(rank), contexts, signals, _CHANNELS, timeout_s
+            ),
         )
 
     def arena(self, nbytes: int) -> NcclArena:
-        """Allocate and register ``nbytes`` on every rank. Collective.
+        """Allocate ``nbytes`` on every rank and register them with the communicator of all. Collective.
 
         Raises:
             TideArenaError: on every rank alike, if one has no room or NCCL gives no window.
         """
-        memory, sizes = self._try(
-            f"allocating {nbytes} bytes of device memory", lambda: nccl.Memory(self.device, nbytes), lambda m: m.bytes
-        )
-        apart = next((r for r, size in enumerate(sizes) if size != sizes[0]), None)
-        self._agree(
-            "registering memory with NCCL",
-            None if apart is None else f"rank 0 registers {sizes[0]} bytes, rank {apart} {sizes[apart]}",
-        )
-        local, rail = (self._register(comm, memory) for comm in (self.main, self.rail))
-        arena = NcclArena(memory, local, rail)
-        self._arenas.append(arena)
-        return arena
+        what = f"allocating {nbytes} bytes of device memory"
+        memory, _ = self._try(what, lambda: nccl.Memory(self.device, nbytes))
+        return NcclArena(memory, self.register(memory, self.main))
 
-    def _register(self, comm: nccl.Communicator, memory: nccl.Memory) -> nccl.Window:
-        return self._try("registering memory with NCCL", lambda: nccl.Window(comm, memory, self.timeout_s))[0]
+    def register(self, memory: nccl.Memory | cuda.Mapping, comm: nccl.Communicator) -> nccl.Window:
+        """Register a whole allocation, NCCL's or the driver's, with one of the communicators. Collective.
+
+        Raises:
+            TideArenaError: on every rank alike, if sizes differ or NCCL gives no window on one.
+        """
+        self._same(self._agree(_REGISTERING, None, memory.bytes), "registers {} bytes")
+        window, _ = self._try(_REGISTERING, lambda: nccl.Window(comm, memory, self.timeout_s))
+        self._windows.append(window)
+        return window
 
     def abort(self) -> None:
         """End NCCL's part on this rank at once; for a job that stops. From any thread; bounded in time."""
@@ -138,17 +143,23 @@ class NcclDomains:
     def close(self) -> None:
         """End it in order, when every rank does. Bounded in time; what is not through then is aborted. Idempotent."""
         try:
-            for arena in self._arenas:
-                for window in (arena.rail, arena.local):
-                    window.close(self.timeout_s)
+            for window in reversed(self._windows):
+                window.close(self.timeout_s)
             for comm in (self.rail, self.main):
                 comm.close(self.timeout_s)
         except (OSError, RuntimeError):  # a peer has gone: nothing is lost that was not lost before
             self.abort()
-        self._arenas.clear()
+        self._windows.clear()
 
     def _agree(self, what: str, error: str | None, facts: Any = None) -> list[Any]:
         return agree(self._exchange, self.rank, error, what, facts, _CODE)
+
+    def _same(self, found: list[Any], words: str) -> None:
+        """Raise on every rank if what they have differs, naming two."""
+        apart = next((r for r, value in enumerate(found) if value != found[0]), None)
+        if apart is not None:
+            error = f"it {words.format(found[apart])}, rank 0 {words.format(found[0])}"
+            self._agree("agreeing on NCCL", error if self.rank == apart else None)
 
     def _try(
         self, what: str, work: Callable[[], T], facts: Callable[[T], Any] = lambda made: None
@@ -167,8 +178,3 @@ class NcclDomains:
 def _version() -> str | None:
     version = nccl.probe()["version"]
     return None if version is None else str(version)
-
-
-def _same_library(versions: list[Any]) -> str | None:
-    apart = next((r for r, version in enumerate(versions) if version != versions[0]), None)
-    return None if apart is None else f"rank 0 has NCCL {versions[0]}, rank {apart} {versions[apart]}"
