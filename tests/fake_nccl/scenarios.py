@@ -28,7 +28,6 @@ from tide_strategies.runtime.cuda.nccl_domains import NcclDomains, missing_nccl 
 from tide_strategies.runtime.cuda.nccl_rail import NcclRail  # noqa: E402
 from tide_strategies.topology import Topology  # noqa: E402
 
-
 SIGNALS = 6
 PLACE = (Space.INBOX, 1)
 
