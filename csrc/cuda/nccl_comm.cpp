@@ -19,6 +19,7 @@ namespace {
 
 constexpr double kAbortSeconds = 5.0;
 constexpr double kTeardownSeconds = 2.0;
+constexpr int64_t kSpinNs = 100'000;
 
 // Runs f on a thread of its own; false, and f goes on by itself, if it takes longer. f must own what it uses.
 bool within(double seconds, std::function<void()> f) {
@@ -130,14 +131,16 @@ std::shared_ptr<Communicator> Communicator::split(int64_t color, int64_t key, co
 
 // The words of a timeout name the call; who is missing is known to the ranks, not to NCCL.
 void Communicator::settle(Result result, const char* call, CommHandle comm, int64_t deadline_ns) {
-  for (int64_t pause = 2'000; result == kInProgress; pause = std::min<int64_t>(2 * pause, 1'000'000)) {
+  const int64_t begun = now_ns();
+  for (int64_t pause = 0; result == kInProgress;) {
     if (stopping_) throw NcclError(std::string(call) + ": the communicator was aborted");
     if (now_ns() >= deadline_ns) {
       if (!stopping_.exchange(true)) give_up();
       throw OsError(ETIMEDOUT, std::string(call) + " was not through in time: not every rank took part, or one cannot "
                                                    "be reached; the communicator was aborted");
     }
-    sleep_ns(pause);
+    // What is enqueued on a stream takes microseconds; the shortest sleep takes fifty.
+    if (now_ns() - begun > kSpinNs) sleep_ns(pause = std::clamp<int64_t>(2 * pause, 20'000, 1'000'000));
     Result state = kSuccess;
     check(api().CommGetAsyncError(comm, &state), "ncclCommGetAsyncError", comm);
     result = state;

@@ -74,19 +74,23 @@ void Rma::wait(std::vector<WaitSignal> signals, int64_t tag, uint64_t stream) {
     between("count", s.count, 1, INT_MAX);
   }
   const StreamHandle on = own(stream);
-  std::lock_guard<std::mutex> hold(lock_);
-  forget_what_is_over();
   Waiting w{tag, signals, nullptr, nullptr, 0};
-  for (auto* event : {&w.begun, &w.over}) {
-    if (spare_.empty()) spare_.push_back(std::make_unique<cuda::Event>(comm_->device()));
-    *event = std::move(spare_.back());
-    spare_.pop_back();
+  {
+    std::lock_guard<std::mutex> hold(lock_);
+    forget_what_is_over();
+    for (auto* event : {&w.begun, &w.over}) {
+      if (spare_.empty()) spare_.push_back(std::make_unique<cuda::Event>(comm_->device()));
+      *event = std::move(spare_.back());
+      spare_.pop_back();
+    }
   }
+  // Without the lock: whoever watches must not be held up by a call that NCCL does not return from.
   w.begun->record(on);
   comm_->run("ncclWaitSignal", deadline_after(timeout_s_), [&](CommHandle comm) {
     return api().WaitSignal(static_cast<int>(signals.size()), signals.data(), comm, on);
   });
   w.over->record(on);
+  std::lock_guard<std::mutex> hold(lock_);
   waits_.push_back(std::move(w));
 }
 

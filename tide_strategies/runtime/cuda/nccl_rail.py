@@ -119,12 +119,10 @@ class NcclRail:
         if self._stopped:
             return
         self._stopped = True
-        blocked = self._rma.outstanding() > 0
+        last_resort = threading.Timer(LAST_RESORT_S, self._end)
+        last_resort.daemon = True
+        last_resort.start()
         self._domains.abort()
-        if blocked:
-            last_resort = threading.Timer(LAST_RESORT_S, self._end)
-            last_resort.daemon = True
-            last_resort.start()
 
     def close(self) -> None:
         """End it in order, when every rank does; with the domains. Bounded in time, idempotent."""
