@@ -9,7 +9,6 @@
 //
 // Compiled with FAKE_CUDA_OLD it is a driver before CUDA 12.5: no batched copies, no events on whole contexts.
 // FAKE_CUDA_CONNECTIONS=1: all streams of a device share one hardware queue, which works strictly in order.
-// FAKE_CUDA_MULTICAST=1: devices are on a switch with multicast (fake_multicast.cpp).
 // FAKE_CUDA_DEVICES (2) and FAKE_CUDA_MEMORY (256 MiB a device) are read when the library is initialised.
 #include "world.h"
 
@@ -21,6 +20,10 @@ EXPORT uint64_t fake_calls(const char* name) {
   std::lock_guard<std::mutex> hold(world().lock);
   const auto it = world().calls.find(name);
   return it == world().calls.end() ? 0 : it->second;
+}
+// Gives a stream work that another fake library does.
+EXPORT int fake_submit(void* stream, void (*f)(void*), void* argument) {
+  return submit(stream, [=] { f(argument); });
 }
 EXPORT void fake_hold_host_copies(int hold) { hold_host_copies = hold != 0; }
 EXPORT unsigned fake_last_grid() {
@@ -37,10 +40,6 @@ EXPORT uint64_t fake_sum_function(int staged, int src_dtype, int dst_dtype, int 
   std::lock_guard<std::mutex> hold(world().lock);
   world().functions.insert(f);
   return reinterpret_cast<uint64_t>(f);
-}
-// Gives a stream work that another fake library does.
-EXPORT int fake_submit(void* stream, void (*f)(void*), void* argument) {
-  return submit(stream, [=] { f(argument); });
 }
 // Whether all streams of the device have run dry within `ms`.
 EXPORT int fake_idle(int device, int ms) {
