@@ -4,18 +4,13 @@
 #include <limits>
 #include <stdexcept>
 
+#include "bounds.h"
 #include "stream.h"
 
 namespace tide::cuda {
 namespace {
 
 constexpr int64_t kMaxAddresses = 256;
-
-void between(const char* name, int64_t value, int64_t low, int64_t high) {
-  if (value < low || value > high)
-    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; allowed: " +
-                                std::to_string(low) + " to " + std::to_string(high));
-}
 
 }  // namespace
 

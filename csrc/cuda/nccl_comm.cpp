@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "bounds.h"
 #include "clock.h"
 #include "error.h"
 #include "multimem_object.h"
@@ -45,12 +46,6 @@ Config config_of(const Limits& limits) {
   c.num_rma_ctx = static_cast<int>(limits.contexts);
   if (limits.contexts > 0) c.num_rma_sig = static_cast<int>(limits.signals);
   return c;
-}
-
-void between(const char* name, int64_t value, int64_t low, int64_t high) {
-  if (value < low || value > high)
-    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; allowed: " +
-                                std::to_string(low) + " to " + std::to_string(high));
 }
 
 void check_limits(const Limits& limits) {

@@ -4,16 +4,11 @@
 #include <string>
 #include <utility>
 
+#include "bounds.h"
 #include "clock.h"
 
 namespace tide::nccl {
 namespace {
-
-void between(const char* name, int64_t value, int64_t low, int64_t high) {
-  if (value < low || value > high)
-    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; allowed: " +
-                                std::to_string(low) + " to " + std::to_string(high));
-}
 
 StreamHandle own(uint64_t stream) { return cuda::own_stream(stream); }
 
