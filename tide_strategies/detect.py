@@ -70,7 +70,7 @@ FALLBACKS: dict[str, tuple[str, str]] = {
         "set topology: auto",
     ),
     "TIDE-F024": (
-        "the configured topology {} does not have the group's {} ranks",
+        "the configured topology {} does not fit the group: {}",
         "set topology: auto, or state the nodes and ranks that the job has",
     ),
     "TIDE-F025": ("another rank cannot: {}", "see that rank's own report"),

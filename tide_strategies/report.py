@@ -43,6 +43,11 @@ class GroupReport:
         parameters: number of parameters.
         unsharded_bytes: bytes of the group's landing.
         storage: "ring", "pinned" or "torch".
+        topology: nodes x ranks per node of the ranks that the group is sharded over, such as "2x4"; like the next three
+            empty on the stock path.
+        rail: what connects the nodes: "local" (memory that they share), "p2p" (messages), or "none" (one node).
+        schedule: "direct" (one node), "two-level" (several), or "lane" (several with one rank on each).
+        placement: why this topology and this rail, in words.
         calibration: what both paths took by themselves, in words; empty if they were not timed (``plan``).
     """
 
@@ -54,6 +59,10 @@ class GroupReport:
     parameters: int
     unsharded_bytes: int
     storage: Literal["ring", "pinned", "torch"]
+    topology: str = ""
+    rail: Literal["", "none", "local", "p2p"] = ""
+    schedule: Literal["", "direct", "two-level", "lane"] = ""
+    placement: str = ""
     calibration: str = ""
     all_gather: CollectiveStats = field(default_factory=CollectiveStats)
     reduce_scatter: CollectiveStats = field(default_factory=CollectiveStats)
@@ -79,11 +88,24 @@ class TideReport:
         """The report as plain dictionaries and lists (JSON-ready)."""
         return asdict(self)
 
+    def _placements(self) -> list[str]:
+        """A line for each way in which groups are placed; which groups, only if they differ."""
+        placed: dict[tuple[str, str, str, str], list[str]] = {}
+        for g in self.groups:
+            if g.topology:
+                placed.setdefault((g.topology, g.rail, g.schedule, g.placement), []).append(g.name)
+        return [
+            f"  nodes x ranks {topology}, rail {rail}, schedule {schedule} ({why})"
+            + (f": {', '.join(names)}" if len(placed) > 1 else "")
+            for (topology, rail, schedule, why), names in placed.items()
+        ]
+
     def __str__(self) -> str:
         lines = [f"TIDE: {self.status}"]
         if self.arena_bytes:
             parts = ", ".join(f"{k} {v / 2**20:.1f} MiB" for k, v in self.arena_bytes.items())
             lines.append(f"  shared memory of this node: {parts}")
+        lines += self._placements()
         for g in self.groups:
             ag, rs = g.all_gather, g.reduce_scatter
             lines.append(

@@ -52,6 +52,11 @@ class Topology:
         """N, the number of ranks."""
         return self.nodes * self.local_ranks
 
+    @property
+    def lane(self) -> bool:
+        """Whether each of several nodes has one rank: nothing is local to a node (appendix F)."""
+        return self.nodes > 1 and self.local_ranks == 1
+
     def node_of(self, rank: int) -> int:
         """The node n of a rank."""
         return self._check(rank) // self.local_ranks

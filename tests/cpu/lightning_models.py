@@ -190,11 +190,11 @@ def module_class(pl):
 
 
 def trainer_of(pl, strategy="tide_fsdp", **kw):
-    """A quiet Trainer for one epoch on two processes."""
-    options = {"max_epochs": 1, "num_sanity_val_steps": 0, "logger": False, **kw}
+    """A quiet Trainer, by default for one epoch on two processes."""
+    options = {"devices": 2, "max_epochs": 1, "num_sanity_val_steps": 0, "logger": False, **kw}
     for feature in ("checkpointing", "progress_bar", "model_summary"):
         options.setdefault(f"enable_{feature}", False)
-    return pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, **options)
+    return pl.Trainer(accelerator="cpu", strategy=strategy, **options)
 
 
 def strategy_of(pl, **kw):

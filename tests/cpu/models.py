@@ -79,6 +79,8 @@ class Case:
     evaluate: str | None = None
     checkpoint: str | None = None
     hsdp: bool = False
+    across: bool = False
+    experts: bool = False
     defer_all_reduce: bool = False
     compile: str | None = None
     prefetch: int = 0
@@ -105,10 +107,8 @@ def build(case: Case, world: int, seed: int = 0, device: str = "cpu") -> nn.Modu
     if case.frozen:
         for p in [*model.blocks[1].parameters(), model.blocks[2].up.weight, model.embed.weight]:
             p.requires_grad_(False)
-    shape = (2, world // 2) if case.hsdp else (world,)
-    names = ("replicate", "shard") if case.hsdp else ("shard",)
-    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
-    kwargs: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**case.policy)}
+    mesh, block_mesh = _meshes(case, world, device)
+    kwargs: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(**case.policy)}
     if case.reshard is not None:
         kwargs["reshard_after_forward"] = case.reshard
     if not case.root_only:
@@ -116,8 +116,8 @@ def build(case: Case, world: int, seed: int = 0, device: str = "cpu") -> nn.Modu
             if case.compile:
                 block.compile(backend=case.compile)
             last = {"reshard_after_forward": False} if case.last_stays and block is model.blocks[-1] else {}
-            fully_shard(block, **kwargs, **last)
-    fully_shard(model, **kwargs)
+            fully_shard(block, mesh=block_mesh, **kwargs, **last)
+    fully_shard(model, mesh=mesh, **kwargs)
     if case.prefetch:
         blocks = list(model.blocks)
         for i, block in enumerate(blocks):
@@ -132,6 +132,18 @@ def build(case: Case, world: int, seed: int = 0, device: str = "cpu") -> nn.Modu
         if hasattr(model, name):  # torch 2.13 and newer
             getattr(model, name)(value)
     return model
+
+
+def _meshes(case: Case, world: int, device: str) -> tuple[DeviceMesh, DeviceMesh]:
+    """Of the root, and of the blocks: with ``experts``, every other rank shards them, as experts of its own."""
+    if case.hsdp:
+        ranks = torch.arange(world).view(-1, 2).T if case.across else torch.arange(world).view(2, -1)
+        mesh = DeviceMesh(device, ranks, mesh_dim_names=("replicate", "shard"))
+        return mesh, mesh
+    mesh = init_device_mesh(device, (world,), mesh_dim_names=("shard",))
+    if not case.experts:
+        return mesh, mesh
+    return mesh, DeviceMesh(device, torch.arange(world).view(-1, 2), mesh_dim_names=("shard", "part"))["shard"]
 
 
 def batch(step: int, rank: int) -> torch.Tensor:

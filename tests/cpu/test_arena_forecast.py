@@ -29,7 +29,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 #: With processes that stand for nodes.
-NODES = {"nodes": ({}, {"topology": {"nodes": 2, "gpus_per_node": 2}})}
+NODES = {
+    "nodes": ({}, {"topology": {"nodes": 2, "gpus_per_node": 2}}),
+    "lane": ({"policy": BF16}, {"topology": {"nodes": 4, "gpus_per_node": 1}}),
+}
 
 
 def _job(rank: int, world: int, _: Any) -> dict[str, Any]:
@@ -65,6 +68,8 @@ def test_forecast_equals_what_is_allocated(job: list[dict[str, Any]], name: str)
 
 def test_forecast_equals_what_processes_that_stand_for_nodes_allocate() -> None:
     for result in launch(4, _job):
-        forecast, allocated = result["nodes"]
-        assert forecast == allocated
-        assert {"stage", "outbox", "inbox", "spare"} <= allocated.keys()
+        for forecast, allocated in result.values():
+            assert forecast == allocated
+            assert {"outbox", "inbox", "spare"} <= allocated.keys()
+        assert "stage" in result["nodes"][1]
+        assert not {"stage", "staging"} & result["lane"][1].keys()

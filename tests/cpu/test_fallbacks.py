@@ -398,7 +398,7 @@ def job() -> list[dict[str, Any]]:
         ("no room", "TIDE-F021", "rank 0: "),
         ("no mapping", "TIDE-F021", "rank 1: OSError: [Errno 12] Cannot allocate memory"),
         ("no address space", "TIDE-F021", "rank 1: OSError: [Errno 12] Cannot allocate memory"),
-        ("more ranks", "TIDE-F024", "topology 1x4 does not have the group's 2 ranks"),
+        ("more ranks", "TIDE-F024", "topology 1x4 does not fit the group: it has 4 ranks, the group 2"),
         ("stock", "TIDE-F022", "plan: stock"),
     ],
 )

@@ -23,12 +23,17 @@ CASES = [
     Case("bf16, uneven", uneven=True, policy=BF16),
     Case("everything cached", accumulate=2, policy=BF16, config={"all_gather.cache": "microbatch"}),
 ]
+#: With 2x2 also the other groups that a job of two nodes may have.
+MIXED = [
+    Case("experts over the nodes", experts=True, policy=BF16),
+    Case("replicas across ranks of a node", hsdp=True, across=True, uneven=True),
+]
 
 
 def _trained(rank: int, world: int, topology: str) -> list[bool]:
     """Whether training over either rail gives the same losses and parameters, for each case."""
     same = []
-    for case in CASES:
+    for case in CASES + MIXED * (topology == "2x2"):
         results = []
         for rail in ("local", "p2p"):
             model = build(case, world)
@@ -53,11 +58,11 @@ def _trained(rank: int, world: int, topology: str) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize("topology", ["2x1", "2x2", "3x1"])
-def test_training_over_messages_has_the_bits_of_shared_memory(topology: str) -> None:
+@pytest.mark.parametrize(("topology", "cases"), [("2x2", len(CASES + MIXED)), ("3x1", len(CASES))])
+def test_training_over_messages_has_the_bits_of_shared_memory(topology: str, cases: int) -> None:
     nodes, local = map(int, topology.split("x"))
     for same in launch(nodes * local, _trained, topology):
-        assert same == [True] * len(CASES)
+        assert same == [True] * cases
 
 
 def _lost(rank: int, world: int, how: str) -> None:

@@ -146,8 +146,9 @@ def test_a_report_is_json_and_reads_well(results: list[dict[str, Any]]) -> None:
         lines = text.splitlines()
         assert lines[0] == "TIDE: 5 of 5 groups accelerated"
         assert lines[1].startswith("  shared memory of this node: ")
-        assert len(lines) == 2 + len(report["groups"])
-        for line, g in zip(lines[2:], report["groups"], strict=True):
+        assert lines[2] == "  nodes x ranks 1x2, rail none, schedule direct (all ranks are on one host)"
+        assert len(lines) == 3 + len(report["groups"])
+        for line, g in zip(lines[3:], report["groups"], strict=True):
             assert line.startswith(f"  {g['name']}: tide (TIDE-OK: eligible), {g['parameters']} parameters, ")
             assert f"{g['all_gather']['calls']} all-gathers ({g['all_gather']['reused']} saved)" in line
             assert f"{g['reduce_scatter']['calls']} reduce-scatters" in line

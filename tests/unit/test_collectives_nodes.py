@@ -1,4 +1,4 @@
-"""Schedules across nodes: geometry, doubling, what builders refuse, and replay by a second, simpler machine."""
+"""Schedules across nodes: geometry, doubling, casts, and what builders refuse."""
 
 import pytest
 from hypothesis import given, settings
@@ -13,12 +13,12 @@ from tide_strategies.collectives.schedule import Copy, Item, Put, Space
 from tide_strategies.collectives.subslices import PIECE_ALIGNMENT, SubSlices
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.topology import Topology
-from tide_strategies.verify.replay import Call, Machine
+from tide_strategies.verify.story import Story
 
 shapes = st.builds(ParamShape, st.integers(0, 19), st.integers(0, 4), st.sampled_from([2, 4]))
 params = st.lists(shapes, max_size=4).map(tuple)
 nodes_and_locals = st.sampled_from([(2, 1), (2, 2), (3, 2), (2, 3), (5, 1), (4, 2)])
-seeds = st.integers(0, 2**32)
+booleans = st.booleans()
 
 
 @pytest.mark.parametrize("nodes", [*range(2, 40), 127, 128, 129, 1024])
@@ -68,68 +68,19 @@ def test_chunks_cover_what_exists_of_each_partial_once_within_bounds(params, sha
         assert sorted(seen) == sorted(want)
 
 
-def flat(tag) -> list:
-    """Contributions of a sum of partials."""
-    return [tag] if tag[:1] == ("grad",) else [t for part in tag for t in flat(part)]
-
-
 @settings(max_examples=25, deadline=None)
-@given(params, nodes_and_locals, seeds, st.integers(1, 3), st.booleans(), st.integers(1, 3))
-def test_reduce_scatter_across_nodes_adds_every_contribution_once(params, shape, seed, width, reuse, passes) -> None:
-    topology = Topology(*shape)
-    width = max(w for w in range(1, width + 1) if topology.local_ranks % w == 0)
-    plan = BasePlan(topology.nodes, topology.local_ranks, width, 2, reuse, passes)
-    layout = GroupLayout(params, topology.ranks)
-    machine = Machine(topology.ranks, topology.local_ranks, seed)
-    work = []
-    for rank in range(topology.ranks):
-        steps = []
-        for c in range(3):
-            schedule = reduce_scatter(
-                layout, topology, rank, grad=Item.BF16, output=Item.F32, chunk_bytes=96, plan=plan, bank=c % 2
-            )
-            call = Call(schedule, lambda r, p, o, c=c: ("grad", c, r, p, o // 2), key=c)
-            steps += [(call, stream) for stream in schedule.streams]
-        work.append((rank, steps))
-    machine.run(work)
-    for c in range(3):
-        for rank in range(topology.ranks):
-            for p in range(len(params)):
-                valid = layout.valid_items(p, rank)
-                for i in range(layout.shard_items(p)):
-                    got = machine.read(rank, Space.OUTPUT, 0, (layout.output_offset(p) + i) * 4, c)
-                    element = rank * layout.shard_items(p) + i
-                    want = [("grad", c, u, p, element) for u in range(topology.ranks)] if i < valid else []
-                    assert sorted(flat(got)) == want
-
-
-@settings(max_examples=25, deadline=None)
-@given(params, nodes_and_locals, seeds, st.sampled_from([1, 24, 1 << 20]), st.booleans())
-def test_all_gather_across_nodes_lands_every_shard(params, shape, seed, head, shared) -> None:
+@given(params, nodes_and_locals, st.sampled_from([1, 24, 1 << 20]), booleans, booleans)
+def test_shards_are_cast_on_the_way_across_nodes(params, shape, head, shared, interleave) -> None:
+    # Everything else is in test_verify_schedules.py; here shards are fp32, and landings have items of 2 or 4 bytes.
     topology = Topology(*shape)
     layout = GroupLayout(params, topology.ranks)
-    machine = Machine(topology.ranks, topology.local_ranks, seed, shared_landing=shared)
-    items = [Item.F32] * len(params)
-    looked = []
-
-    def look(rank: int, slot: int, number: int) -> None:
-        for p, param in enumerate(params):
-            for owner in range(topology.ranks):
-                for i in range(layout.valid_items(p, owner)):
-                    at = layout.landing_offset(p, owner) + i * param.itemsize
-                    assert machine.read(rank, Space.LANDING, slot, at) == ("shard", number, owner, p, i)
-        looked.append(rank)
-
-    work = []
-    for rank in range(topology.ranks):
-        steps: list = []
-        schedule = all_gather_nodes(layout, topology, rank, items, shared_landing=shared, head_bytes=4 * head)
-        for c in range(3):
-            call = Call(schedule, lambda r, p, o, c=c: ("shard", c, r, p, o // 4), landing=c % 2)
-            steps += [(call, "copy"), (call, "completion"), lambda r=rank, c=c: look(r, c % 2, c), (call, "readiness")]
-        work.append((rank, steps))
-    machine.run(work)
-    assert len(looked) == 3 * topology.ranks
+    story = Story(topology, interleave=interleave, shared_landing=shared, lane=topology.lane)
+    for call in range(3):
+        gathered = story.gather(layout, [Item.F32] * len(params), call % 2, head_bytes=4 * head)
+        story.use(gathered)
+        story.vacate(gathered)
+    story.run()
+    assert story.checked == 3 * topology.ranks
 
 
 def test_long_runs_of_slots_move_by_one_strided_copy_per_parameter() -> None:

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +19,7 @@ from tide_strategies.config import TideConfig
 from tide_strategies.errors import TideError
 from tide_strategies.fsdp2 import access
 from tide_strategies.fsdp2.describe import lazy_init_on_meta
-from tide_strategies.fsdp2.eligibility import group_verdict
+from tide_strategies.fsdp2.eligibility import group_verdict, stated_topology
 from tide_strategies.fsdp2.param_group import TideParamGroup
 
 
@@ -116,3 +117,36 @@ def test_memory_that_the_user_chose_for_stock_collectives_is_never_overruled(set
 
 def test_a_plan_for_single_groups_decides() -> None:
     assert verdicts(plan={"default": "stock"}) == ["TIDE-F022", "TIDE-F022"]
+
+
+@pytest.mark.parametrize(
+    ("members", "stated", "found"),
+    [
+        (range(4), "2x2", "2x2"),
+        (range(8), "2x4", "2x4"),
+        ([4, 5, 6, 7], "2x4", "1x4"),  # HSDP that replicates across nodes
+        ([1, 5], "2x4", "2x1"),  # experts, or HSDP that replicates within nodes
+        ([0, 1, 4, 5], "2x4", "2x2"),
+        ([4, 5, 6, 7], "2x2", "2x2"),  # what is stated is the group's
+        (range(8), "auto", "None"),
+    ],
+)
+def test_a_group_has_its_part_of_the_topology_of_the_job(monkeypatch, members, stated, found) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(members))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4 if list(members) == [0, 1, 2, 3] else 8)
+    assert str(stated_topology(TideConfig.from_any({"topology": stated}), None)) == found
+
+
+@pytest.mark.parametrize(
+    ("members", "stated", "words"),
+    [
+        ([0, 1], "3x1", "it has 3 ranks, the group 2, the job 8"),
+        ([0, 1, 4], "2x4", "as many ranks on each of its nodes"),
+        ([0, 4, 1, 5], "2x4", "node by node; got ranks"),
+    ],
+)
+def test_a_topology_that_does_not_fit_a_group_is_told_why(monkeypatch, members, stated, words) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: members)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    with pytest.raises(ValueError, match=words):
+        stated_topology(TideConfig.from_any({"topology": stated}), None)

@@ -225,19 +225,22 @@ def test_a_host_is_what_memory_can_be_shared_on() -> None:
 @pytest.mark.parametrize(
     ("hosts", "stated", "rail", "expected"),
     [
-        ("aaaa", None, "auto", (1, 4, "local")),
-        ("aaaa", None, "p2p", (1, 4, "local")),
-        ("aaaa", (2, 2), "auto", (2, 2, "local")),
-        ("aaaa", (2, 2), "local", (2, 2, "local")),
-        ("aaaa", (2, 2), "p2p", (2, 2, "p2p")),
-        ("aabb", None, "auto", (2, 2, "p2p")),
-        ("aabb", (4, 1), "auto", (4, 1, "p2p")),
-        ("aaaa", (1, 4), "nccl_rma", (1, 4, "local")),
+        ("aaaa", None, "auto", (1, 4, "none", "direct", "all ranks are on one host")),
+        ("aaaa", None, "p2p", (1, 4, "none", "direct", "all ranks are on one host")),
+        ("aaaa", (2, 2), "auto", (2, 2, "local", "two-level", "topology as stated, all ranks share memory")),
+        ("aaaa", (2, 2), "local", (2, 2, "local", "two-level", "topology as stated, all ranks share memory")),
+        ("aaaa", (4, 1), "p2p", (4, 1, "p2p", "lane", "topology as stated, messages are asked for")),
+        ("aabb", None, "auto", (2, 2, "p2p", "two-level", "2 hosts found")),
+        ("aabb", (4, 1), "auto", (4, 1, "p2p", "lane", "topology as stated")),
+        ("abc", None, "auto", (3, 1, "p2p", "lane", "3 hosts found")),
+        ("aaaa", (1, 4), "nccl_rma", (1, 4, "none", "direct", "topology as stated")),
     ],
 )
 def test_rails_are_used_where_memory_ends_or_when_asked_for(hosts: str, stated: Any, rail: str, expected: Any) -> None:
     found = place(identities(hosts), Topology(*stated) if stated else None, rail)
-    assert found == Placement(Topology(*expected[:2]), expected[2])
+    nodes, ranks, connected, schedule, why = expected
+    assert found == Placement(Topology(nodes, ranks), connected, why)
+    assert found.schedule == schedule
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from tide_strategies.verify.violation import Violation
 from tide_strategies.verify.workloads import Workload, variants
 
 shapes = st.builds(ParamShape, st.integers(0, 23), st.integers(0, 5), st.just(2))
-params = st.lists(shapes, min_size=1, max_size=4).map(tuple)
-topologies = st.sampled_from([(1, 3), (2, 1), (2, 2), (3, 2), (4, 2), (8, 1), (5, 1), (2, 4), (3, 3)])
+params = st.lists(shapes, max_size=4).map(tuple)
+topologies = st.sampled_from([(1, 3), (2, 1), (2, 2), (3, 2), (4, 2), (8, 1), (5, 1), (2, 3), (2, 4), (3, 3)])
 booleans = st.booleans()
 
 
@@ -31,8 +31,8 @@ def plan_for(topology: Topology, width: int, rounds: int, passes: int, slot_reus
 
 
 @settings(max_examples=40, deadline=None)
-@given(params, params, topologies, booleans, booleans, booleans, booleans, st.sampled_from([16, 17, 64]))
-def test_all_gathers(first, second, shape, interleave, multicast, adopted, ahead, head) -> None:
+@given(params, params, topologies, *[booleans] * 5, st.sampled_from([16, 17, 64]))
+def test_all_gathers(first, second, shape, interleave, multicast, adopted, ahead, reuse, head) -> None:
     topology = Topology(*shape)
     groups = tuple(GroupLayout(p, topology.ranks) for p in (first, second))
     work = Workload(
@@ -44,8 +44,9 @@ def test_all_gathers(first, second, shape, interleave, multicast, adopted, ahead
         adopted=adopted and topology.nodes > 1,
         ahead=ahead,
         head_bytes=head,
+        reuse=reuse,
     )
-    assert work.verify() == work.calls * topology.ranks
+    assert work.verify() == work.calls * (1 + reuse) * topology.ranks
 
 
 @settings(max_examples=40, deadline=None)
@@ -87,15 +88,24 @@ def test_backward_passes_keep_gradients_and_parameters_alive(nodes, local, width
 
 @settings(max_examples=30, deadline=None)
 @given(
-    *(params, params, st.sampled_from([2, 3, 5, 9, 10, 17]), booleans, booleans),
+    *(params, params, st.sampled_from([2, 3, 5, 9, 10, 17]), booleans, booleans, booleans),
     *(st.sampled_from(["all-gather", "reduce-scatter", "step"]), st.sampled_from([Item.F32, Item.BF16])),
 )
-def test_groups_with_one_rank_a_node(a, b, nodes, interleave, ahead, kind, output) -> None:
+def test_groups_with_one_rank_a_node(a, b, nodes, interleave, ahead, reuse, kind, output) -> None:
     groups = tuple(GroupLayout(p, nodes) for p in (a, b))
     work = Workload(
-        kind, Topology(nodes, 1), groups, lane=True, interleave=interleave, ahead=ahead, output=output, calls=4
+        kind,
+        Topology(nodes, 1),
+        groups,
+        lane=True,
+        interleave=interleave,
+        ahead=ahead,
+        output=output,
+        calls=4,
+        reuse=reuse,
     )
-    assert work.verify() == ((2 * 4 + 1) if kind == "step" else 4) * nodes
+    looked_at = {"all-gather": 4 * (1 + reuse), "reduce-scatter": 4, "step": 2 * 4 + 1}
+    assert work.verify() == looked_at[kind] * nodes
 
 
 @pytest.mark.parametrize("multicast", [False, True])

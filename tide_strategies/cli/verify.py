@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import sys
 import time
 from dataclasses import replace
@@ -33,6 +34,8 @@ in the promised order. docs/protocol.md says what is proven and what is not.
 _CHUNK_BYTES = 8 * 1024 * 1024
 #: (nodes, local ranks, wave width, round width, passes) of the sample.
 _SAMPLE = ((2, 2, 2, 2, 1), (3, 2, 2, 1, 1), (5, 2, 1, 2, 2), (5, 4, 4, 2, 1), (9, 2, 2, 2, 1), (4, 3, 3, 1, 3))
+#: Nodes of the sample's groups with one rank on each.
+_LANES = (2, 5, 10)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +109,9 @@ def _copies(nodes: int, local_ranks: int, params: int) -> int:
 def _real(arguments: argparse.Namespace) -> int:
     topology: Topology = arguments.topology
     plan = None
-    if topology.nodes > 1:
+    # One rank a node has collectives of its own, without a choice of plans.
+    lane = topology.lane and not arguments.slot_reuse and arguments.passes == 1
+    if topology.nodes > 1 and not lane:
         width = topology.local_ranks
         plan = BasePlan(topology.nodes, width, width, 4, arguments.slot_reuse, arguments.passes)
         why = refusals(plan)
@@ -118,6 +123,7 @@ def _real(arguments: argparse.Namespace) -> int:
         topology,
         (),
         plan=plan,
+        lane=lane,
         ahead=False,
         chunk_bytes=_CHUNK_BYTES,
         head_bytes=8 * 1024 * 1024,
@@ -133,12 +139,12 @@ def _real(arguments: argparse.Namespace) -> int:
 
 def _sample() -> list[tuple[str, Workload]]:
     work: list[tuple[str, Workload]] = []
+    for nodes in _LANES:
+        step = Workload("step", Topology(nodes, 1), _uneven(nodes), lane=True, calls=4)
+        again = replace(step, kind="all-gather", reuse=True)
+        work += [(f"{w.kind} of a lane of {nodes}", w) for b in (step, again) for w in variants(b) if not w.multicast]
     for m, l, width, rounds, passes in _SAMPLE:  # noqa: E741
-        topology, n = Topology(m, l), m * l
-        groups = (
-            GroupLayout((ParamShape(3 * n - 1, 5, 2), ParamShape(2, 3, 2)), n),
-            GroupLayout((ParamShape(2 * n + 1, 8, 2), ParamShape(n, 4, 2), ParamShape(0, 4, 2)), n),
-        )
+        topology, groups = Topology(m, l), _uneven(m * l)
         for slot_reuse in (False, True):
             plan = BasePlan(m, l, width, rounds, slot_reuse, passes)
             base = Workload("step", topology, groups, plan=plan, slot_reuse=slot_reuse, calls=4)
@@ -146,6 +152,13 @@ def _sample() -> list[tuple[str, Workload]]:
         reduction = Workload("reduce-scatter", topology, groups, plan=replace(plan, slot_reuse=False), mixed=True)
         work += [(f"mixed {w.kind} {plan}", w) for w in variants(reduction)]
     return work
+
+
+def _uneven(n: int) -> tuple[GroupLayout, GroupLayout]:
+    return (
+        GroupLayout((ParamShape(3 * n - 1, 5, 2), ParamShape(2, 3, 2)), n),
+        GroupLayout((ParamShape(2 * n + 1, 8, 2), ParamShape(n, 4, 2), ParamShape(0, 4, 2)), n),
+    )
 
 
 def _all(what: str, work: list[tuple[str, Workload]]) -> int:
@@ -175,11 +188,13 @@ def _faults() -> int:
         GroupLayout((ParamShape(24, 3, 2), ParamShape(6, 4, 2)), 6),
     )
     missed = total = 0
-    for kind in ("all-gather", "reduce-scatter"):
-        base = Workload(kind, Topology(3, 2), groups, plan=BasePlan(3, 2, 2, 1), head_bytes=20)
+    nodes = Workload("all-gather", Topology(3, 2), groups, plan=BasePlan(3, 2, 2, 1), head_bytes=20)
+    lane = Workload("all-gather", Topology(6, 1), groups, lane=True)
+    for which, kind in itertools.product((nodes, lane), ("all-gather", "reduce-scatter")):
+        base, name = replace(which, kind=kind), f"{kind} of a lane" if which.lane else kind
         for fault in FAULTS:
             hit = caught = 0
-            for interleave, multicast in ((True, False), (True, True), (False, False), (False, True)):
+            for interleave, multicast in itertools.product((True, False), (False,) if base.lane else (False, True)):
                 alike = [replace(base, interleave=interleave, multicast=multicast, ahead=a) for a in (True, False)]
                 schedule = schedules(alike[0], kind)[0]
                 for place in places(schedule, fault.hits):
@@ -189,7 +204,7 @@ def _faults() -> int:
                 continue
             total += 1
             missed += caught == 0
-            print(f"{kind}: {fault.name}: {caught} of {hit} found; the rest runs clean", flush=True)
+            print(f"{name}: {fault.name}: {caught} of {hit} found; the rest runs clean", flush=True)
     print(f"{total} kinds of faults, {missed} never found")
     return 1 if missed else 0
 

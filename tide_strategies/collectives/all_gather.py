@@ -37,9 +37,13 @@ _CAST = {(Item.F32, 2): Item.BF16, (Item.BF16, 4): Item.F32}
 def reuse(topology: Topology, rank: int) -> Schedule:
     """Build rank's schedule for using a landing again that still holds the group's current values.
 
-    Nothing is copied; what remains of the all-gather is to keep the next user of the slot out until every local rank
-    has vacated it once more.
+    Nothing is copied; what remains of the all-gather is to keep the next user of the slot out until all who read there
+    have vacated it once more: every local rank, or, with one rank a node, this one (``rail_lane``).
     """
+    if topology.lane:
+        from tide_strategies.collectives.rail_lane import reuse_lane  # it builds on this module
+
+        return reuse_lane(topology, rank)
     return Schedule(
         name="reuse",
         rank=rank,
@@ -75,7 +79,7 @@ def all_gather(
     Raises:
         ValueError: if the topology does not fit the layout, or a cast is not f32 <-> bf16.
     """
-    if topology.nodes != 1 and topology.local_ranks == 1:
+    if topology.lane:
         from tide_strategies.collectives.rail_lane import all_gather_lane  # it builds on this module
 
         return all_gather_lane(layout, topology, rank, shard_items)

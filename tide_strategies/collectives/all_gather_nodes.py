@@ -124,8 +124,9 @@ class _Builder:
         return {"cast": cast, "rail": [*self._rail()], "copy": copy, **ends}
 
     def advance(self) -> dict[tuple[Counter, int], int]:
-        """What one call adds to every cell that this rank waits for."""
-        out: dict[tuple[Counter, int], int] = {(c, w): 1 for c in (VACATED, LANDED) for w in self.peers}
+        """What one call adds to every cell that this rank waits for, and to its own that ``reuse`` counts as well."""
+        node = self.topology.node_ranks(self.rank) if self.peers else ()
+        out: dict[tuple[Counter, int], int] = {(c, w): 1 for c in (VACATED, LANDED) for w in node}
         for r in self.rounds:
             source, target = self._peer(r.source), self._peer(r.target)
             out[signals.gathered(r.step), source] = len(self._parts(r))

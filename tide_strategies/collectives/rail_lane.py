@@ -72,6 +72,18 @@ def all_gather_lane(layout: GroupLayout, topology: Topology, rank: int, shard_it
     )
 
 
+def reuse_lane(topology: Topology, rank: int) -> Schedule:
+    """Build rank's schedule for using its landing again, as ``all_gather.reuse`` does within a node."""
+    first = next(rounds(topology.nodes, rank))
+    return Schedule(
+        name="reuse",
+        rank=rank,
+        ranks=topology.ranks,
+        streams={"completion": (), "readiness": (Notify(signals.OPENED, first.source),)},
+        advance={(signals.OPENED, first.target): 1},
+    )
+
+
 def _place_own(layout: GroupLayout, rank: int, shard_items: Sequence[Item]) -> Iterator[Copy]:
     for p, (shape, item) in enumerate(zip(layout.params, shard_items, strict=True)):
         if item.size != shape.itemsize and (item, shape.itemsize) not in _CAST:

@@ -103,7 +103,7 @@ def reduce_scatter(
         ValueError: if the topology does not fit the layout, if ``grad`` or ``output`` is not
             F32 or BF16, or if ``chunk_bytes`` is not a positive multiple of 16.
     """
-    if topology.nodes != 1 and topology.local_ranks == 1 and plan is None:
+    if topology.lane and plan is None:
         from tide_strategies.collectives.rail_lane import reduce_scatter_lane  # it builds on this module
 
         return reduce_scatter_lane(layout, topology, rank, grad=grad, output=output, bank=bank, interleave=interleave)

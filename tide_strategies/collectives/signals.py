@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from tide_strategies.collectives.schedule import Counter
 
+#: Names of the counters of which every landing slot has its own.
+PER_SLOT = frozenset({"vacated", "opened"})
+
 #: Every wave: the writer's inbox holds what the wave needs. Read by the node.
 FILLED = Counter("filled")
 #: The writer has landed a wave out of the inboxes of its node. Read by the node.
 EMPTIED = Counter("emptied")
 #: The writer's stage may be written again. Read by its sender of the first doubling round.
 STAGE_FREE = Counter("stage_free")
-#: The writer has vacated the landing, into which its sender of the first round writes. One per slot, as ``VACATED``.
+#: With one rank a node: the writer has vacated the landing, into which its sender of the first round writes.
 OPENED = Counter("opened")
 #: Of the writer to itself, between its streams: one more partial is summed.
 SUMMED = Counter("summed")

@@ -10,29 +10,30 @@ import torch
 import torch.distributed as dist
 
 from tide_strategies.collectives.reduce_scatter import BANKS, PIECE_ALIGNMENT
-from tide_strategies.config import TideConfig, TopologyConfig
+from tide_strategies.config import TideConfig
 from tide_strategies.errors import TideConfigError
 from tide_strategies.fsdp2.cpu_path import CpuPath
-from tide_strategies.fsdp2.eligibility import shard_item
+from tide_strategies.fsdp2.eligibility import shard_item, stated_topology
 from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors
 from tide_strategies.layout import GroupLayout, align
 from tide_strategies.runtime import bootstrap
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.exchange import Exchange, exchange_json, process_group_exchange
 from tide_strategies.runtime.group import AUTO_CHUNK_BYTES, GroupCollectives, needed_memory
-from tide_strategies.runtime.hosts import place
+from tide_strategies.runtime.hosts import Placement, place
 from tide_strategies.runtime.rails.p2p import P2PRail, open_rail
 from tide_strategies.runtime.slots import Slot, SlotRing
 from tide_strategies.topology import Topology
 
 
 class Member(Protocol):
-    """A parameter group to connect; ``binding`` is set by doing so."""
+    """A parameter group to connect; ``binding`` and ``placement`` are set by doing so."""
 
     group: Any
     name: str
     layout: GroupLayout
     binding: GroupBinding | None
+    placement: Placement | None
 
 
 class AnyEngine(Protocol):
@@ -62,7 +63,8 @@ def connect(ranks: dist.ProcessGroup, members: Sequence[Member], config: TideCon
 def _connect_cpu(exchange: Exchange, ranks: dist.ProcessGroup, members: Sequence[Member], config: TideConfig) -> Engine:
     chunk_bytes = _chunk_bytes(config, AUTO_CHUNK_BYTES)
     slots = len(members) + config.all_gather.slots
-    placement = place(exchange_json(exchange, bootstrap.host_identity()), stated_topology(config), config.rail)
+    identities = exchange_json(exchange, bootstrap.host_identity())
+    placement = place(identities, stated_topology(config, ranks), config.rail)
     topology = placement.topology
     rail = _open_rail(exchange, ranks, topology, config.timeout_s) if placement.rail == "p2p" else None
     engine = Engine(exchange, ranks.rank(), topology, slots=slots, timeout_s=config.timeout_s, rail=rail)
@@ -78,6 +80,7 @@ def _connect_cpu(exchange: Exchange, ranks: dist.ProcessGroup, members: Sequence
         collectives = GroupCollectives(engine, member.name, member.layout, items, home, chunk_bytes)
         landings = landing_tensors(member.group, member.layout, collectives.landing.window)
         member.binding = GroupBinding(CpuPath(collectives), config.all_gather.cache)
+        member.placement = placement
         adopt(member.group, landings, member.binding)
     return engine
 
@@ -127,6 +130,7 @@ def _connect_cuda(
             else None,
         )
         member.binding = GroupBinding(CudaPath(collectives, streams, landing), config.all_gather.cache)
+        member.placement = Placement(engine.topology, "none", "GPU ranks of a group are one node")
         adopt(member.group, landing_tensors(member.group, member.layout, window), member.binding)
     return engine
 
@@ -147,12 +151,6 @@ def _open_rail(exchange: Exchange, ranks: dist.ProcessGroup, topology: Topology,
             rail.close()
         raise
     return rail
-
-
-def stated_topology(config: TideConfig) -> Topology | None:
-    """The topology that the user states, if any: hosts are then not looked for, but nodes must be within them."""
-    stated = config.topology
-    return Topology(stated.nodes, stated.gpus_per_node) if isinstance(stated, TopologyConfig) else None
 
 
 def _chunk_bytes(config: TideConfig, auto: int) -> int:

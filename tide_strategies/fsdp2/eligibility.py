@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -17,6 +18,7 @@ from tide_strategies.config import PinnedPlan, TideConfig, TopologyConfig
 from tide_strategies.detect import Verdict, fallback
 from tide_strategies.fsdp2.access import group_name, unsharded_dtype
 from tide_strategies.kernels.tiles import POINTER_COUNTS
+from tide_strategies.topology import Topology
 
 REDUCIBLE = {torch.float32: Item.F32, torch.bfloat16: Item.BF16}
 
@@ -44,7 +46,7 @@ def group_verdict(group: Any, config: TideConfig) -> Verdict:
         or (_gpu_verdict(group) if group.device.type == "cuda" else None)
         or next(filter(None, (_param_verdict(p) for p in group.fsdp_params)), None)
         or _reduction_verdict(group)
-        or _topology_verdict(config, ranks, group.device.type)
+        or _topology_verdict(group, config)
         or _plan_verdict(group, config)
     )
 
@@ -126,11 +128,34 @@ def _reduction_verdict(group: Any) -> Verdict | None:
     return None
 
 
-def _topology_verdict(config: TideConfig, ranks: int, device_type: str) -> Verdict | None:
+def stated_topology(config: TideConfig, group: dist.ProcessGroup) -> Topology | None:
+    """The topology of a sharding group by what the user states: of the whole job, or of groups of that size.
+
+    Returns:
+        None if nothing is stated: then hosts are looked for.
+
+    Raises:
+        ValueError: what is stated does not fit the group; the words say why.
+    """
     stated = config.topology
     if not isinstance(stated, TopologyConfig):
         return None
-    words = f"{stated.nodes}x{stated.gpus_per_node}"
-    if stated.nodes * stated.gpus_per_node != ranks:
-        return fallback("TIDE-F024", words, ranks)
-    return fallback("TIDE-F023", words) if stated.nodes > 1 and device_type != "cpu" else None
+    topology = Topology(stated.nodes, stated.gpus_per_node)
+    members, job = dist.get_process_group_ranks(group), dist.get_world_size()
+    if topology.ranks == len(members):
+        return topology
+    if topology.ranks != job:
+        raise ValueError(f"it has {topology.ranks} ranks, the group {len(members)}, the job {job}")
+    return Topology.of_group(members, stated.gpus_per_node)
+
+
+def _topology_verdict(group: Any, config: TideConfig) -> Verdict | None:
+    try:
+        topology = stated_topology(config, group.mesh_info.shard_process_group)
+    except ValueError as e:
+        stated = config.topology
+        assert isinstance(stated, TopologyConfig)
+        return fallback("TIDE-F024", f"{stated.nodes}x{stated.gpus_per_node}", e)
+    if topology is None or topology.nodes == 1 or group.device.type == "cpu":
+        return None
+    return fallback("TIDE-F023", topology)

@@ -25,6 +25,7 @@ from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.report import CollectiveStats, GroupReport
 from tide_strategies.runtime.bootstrap import agree
 from tide_strategies.runtime.exchange import exchange_json, process_group_exchange
+from tide_strategies.runtime.hosts import Placement
 
 _log = logging.getLogger("tide_strategies")
 
@@ -55,11 +56,13 @@ class InstalledGroup:
     layout: GroupLayout
     binding: GroupBinding | None = None
     calibrated: Calibrated | None = None
+    placement: Placement | None = None
 
     def report(self) -> GroupReport:
         """The group's entry in the report."""
         path = self.binding.path if self.binding is not None else None
         storage = "torch" if path is None else "pinned" if path.collectives.pinned else "ring"
+        place = self.placement if path is not None else None
         return GroupReport(
             name=self.name,
             path="stock" if path is None else "tide",
@@ -69,6 +72,10 @@ class InstalledGroup:
             parameters=len(self.layout.params),
             unsharded_bytes=self.layout.landing_bytes,
             storage=storage,  # type: ignore[arg-type]
+            topology=str(place.topology) if place else "",
+            rail=place.rail if place else "",
+            schedule=place.schedule if place else "",
+            placement=place.why if place else "",
             calibration=self.calibrated.words() if self.calibrated is not None else "",
             all_gather=CollectiveStats(**vars(self.binding.all_gathers)) if self.binding else CollectiveStats(),
             reduce_scatter=CollectiveStats(**vars(self.binding.reduce_scatters)) if self.binding else CollectiveStats(),

@@ -30,6 +30,7 @@ from tide_strategies.collectives.schedule import (
     WaitEvent,
     Zero,
 )
+from tide_strategies.collectives.signals import PER_SLOT
 from tide_strategies.errors import TideError
 from tide_strategies.planner.events import Action, Resource, Simulation, Uses
 from tide_strategies.planner.rates import Rates
@@ -372,7 +373,7 @@ def _nothing() -> None:
 
 def _bound(counter: Counter, call: Call) -> Counter:
     """A slot's counters belong to the slot that the call lands in."""
-    return Counter(counter.name, call.slot) if counter.name == "vacated" else counter
+    return Counter(counter.name, call.slot) if counter.name in PER_SLOT else counter
 
 
 def _batches(ops: Sequence[Op]) -> Iterator[tuple[type, list[Op]]]:

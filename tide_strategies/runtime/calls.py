@@ -10,9 +10,6 @@ from tide_strategies.collectives.reduce_scatter import CONSUMED, pushed
 from tide_strategies.collectives.schedule import Counter
 from tide_strategies.topology import Topology
 
-#: The counter of this name exists once per landing slot.
-_PER_SLOT = VACATED.name
-
 
 class CallBook:
     """Numbers of counters and tags of calls for the ranks of ``topology`` and at most ``slots`` landing slots."""
@@ -25,13 +22,13 @@ class CallBook:
             kinds += [(c, 1) for c in (signals.PLACED, signals.FORWARDED, signals.RELEASED, signals.RAILED)]
             kinds += [(signals.sent(0), 2), (signals.arrived(0), topology.nodes), (signals.credit(0), topology.nodes)]
             kinds += [(signals.gathered(0), steps), (signals.clear(0), steps)]
-        kinds.append((VACATED, slots))
+        kinds.append((signals.OPENED if topology.lane else VACATED, slots))
         self._names: list[str] = []
         self._first: dict[str, int] = {}
         for counter, count in kinds:
             self._first[counter.name] = len(self._names)
             self._names += [
-                f"{counter.name}[slot {i}]" if counter.name == _PER_SLOT else str(Counter(counter.name, i))
+                f"{counter.name}[slot {i}]" if counter.name in signals.PER_SLOT else str(Counter(counter.name, i))
                 for i in range(count)
             ]
         self._calls: dict[int, str] = {}
@@ -42,8 +39,8 @@ class CallBook:
         return len(self._names)
 
     def counter(self, counter: Counter, slot: int = 0) -> int:
-        """Number of a counter; "vacated" is the slot's own."""
-        return self._first[counter.name] + (slot if counter.name == _PER_SLOT else counter.index)
+        """Number of a counter; those in ``signals.PER_SLOT`` are the slot's own."""
+        return self._first[counter.name] + (slot if counter.name in signals.PER_SLOT else counter.index)
 
     def counter_name(self, number: int) -> str:
         """The counter with this number, in words."""

@@ -14,6 +14,7 @@ from tide_strategies.collectives import signals
 from tide_strategies.collectives.schedule import SELF, Schedule, Space
 from tide_strategies.runtime import autopsy
 from tide_strategies.runtime.arena import SharedArena
+from tide_strategies.runtime.bootstrap import agree
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.encode import Encoded, encode
 from tide_strategies.runtime.failure import failure
@@ -51,6 +52,7 @@ class Engine:
         rail: Rail | None = None,
     ) -> None:
         self.rank, self.topology, self.timeout_s, self.rail = rank, topology, timeout_s, rail
+        self._exchange = exchange
         self.book = CallBook(topology, slots)
         self._slots_used = 0
         host_ranks = topology.ranks if rail is None else topology.local_ranks
@@ -68,8 +70,20 @@ class Engine:
         # The ranks of a node share it. A landing has an address even where nothing lands.
         nodes = dict.fromkeys(self.topology.node_of(r) for r in self.arena.host)
         offsets = {node: self.arena.grow(max(nbytes, 1), part=part) for node in nodes}
+        slot = Slot(self._slots_used, (self.arena.native, offsets[self.topology.node_of(self.rank)]))
         self._slots_used += 1
-        return Slot(self._slots_used - 1, (self.arena.native, offsets[self.topology.node_of(self.rank)]))
+        if self.topology.lane:
+            self._map_slot(slot.index, {r: offsets[self.topology.node_of(r)] for r in self.arena.host}, nbytes)
+        return slot
+
+    def _map_slot(self, slot: int, offsets: Mapping[int, int], nbytes: int) -> None:
+        """Make the landings of other nodes known, into which a lane puts. No rank goes on before all know them."""
+        error = None
+        try:
+            self._map(Space.LANDING, slot, offsets, max(nbytes, 1))
+        except OSError as e:
+            error = f"{type(e).__name__}: {e}"
+        agree(self._exchange, self.rank, error, "mapping a landing slot", code="TIDE-F021")
 
     def landing(self, nbytes: int) -> Landing:
         """A landing of ``nbytes``, not yet in any slot."""
@@ -82,15 +96,19 @@ class Engine:
         """
         for (space, index), nbytes in sorted(memory.items(), key=lambda item: (item[0][0].value, item[0][1])):
             offsets = {r: self.arena.grow(nbytes, part=space.value) for r in self.arena.host}
-            maps = {r: _native.Mapping(self.arena.native, offset, nbytes) for r, offset in offsets.items()}
-            self._regions[space, index] = len(self._memory)
-            self._memory[space, index] = maps
+            self._map(space, index, offsets, nbytes)
         if self.rail is not None:
-            own = [(maps[self.rank].address, maps[self.rank].bytes) for maps in self._memory.values()]
-            self.rail.start(self.arena.native, own, self.book.counter(signals.RAILED))
+            self.rail.start(self.arena.native, self.book.counter(signals.RAILED))
+
+    def _map(self, space: Space, index: int, offsets: Mapping[int, int], nbytes: int) -> None:
+        maps = {r: _native.Mapping(self.arena.native, offset, nbytes) for r, offset in offsets.items()}
+        self._regions[space, index] = len(self._memory)
+        self._memory[space, index] = maps
+        if self.rail is not None:
+            self.rail.open(maps[self.rank].address, maps[self.rank].bytes)
 
     def region(self, space: Space, index: int) -> int:
-        """Number of memory that was reserved, alike on all ranks."""
+        """Number of memory that was reserved (of a landing: by its slot), alike on all ranks."""
         return self._regions[space, index]
 
     def next_bank(self) -> int:
@@ -107,7 +125,7 @@ class Engine:
         return RailCollective(self, schedule, inputs, label)
 
     def address(self, space: Space, index: int, at: int) -> int:
-        """Address in this process of memory that was reserved, of rank ``at`` (or SELF)."""
+        """Address in this process of memory that was reserved (of a landing: by its slot), of rank ``at`` (or SELF)."""
         return self._memory[space, index][self.rank if at == SELF else at].address
 
     def raise_failure(self, outcome: _native.Outcome, label: str) -> None:
@@ -169,11 +187,16 @@ class Collective:
         """Native operations of one call."""
         return len(self._encoded.operations)
 
-    def addresses(self, landing: int = 0, output: int = 0) -> list[int]:
-        """Addresses of everything but the inputs, in the order the program wants them."""
+    def addresses(self, landing: int = 0, output: int = 0, slot: int = 0) -> list[int]:
+        """Addresses of everything but the inputs, in the order the program wants them.
+
+        ``landing`` is this rank's, in ``slot``; those of other nodes are in the same slot.
+        """
         fixed = {Space.LANDING: landing, Space.OUTPUT: output}
         return [
-            fixed[space] if space in fixed else self._engine.address(space, index, at)
+            fixed[space]
+            if space in fixed and at < 0
+            else self._engine.address(space, slot if space is Space.LANDING else index, at)
             for space, index, at in self._encoded.bases
         ]
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from tide_strategies import _native
 from tide_strategies.collectives.all_gather import all_gather, reuse
-from tide_strategies.collectives.all_gather_nodes import all_gather_nodes
 from tide_strategies.collectives.plan import BasePlan
 from tide_strategies.collectives.reduce_scatter import BANKS, reduce_scatter
-from tide_strategies.collectives.schedule import Item, Schedule, Space
+from tide_strategies.collectives.schedule import Item, Space
 from tide_strategies.collectives.two_level import default_plan
 from tide_strategies.layout import GroupLayout
 from tide_strategies.runtime.engine import Collective, Engine
@@ -38,7 +37,7 @@ def needed_memory(
     needed: dict[tuple[Space, int], int] = {}
     for layout in dict.fromkeys(layouts):
         items = [Item.of_size(p.itemsize) for p in layout.params]
-        schedules = [_all_gather(layout, topology, rank, items)]
+        schedules = [all_gather(layout, topology, rank, items)]
         for bank in range(BANKS if topology.nodes > 1 else 1):  # of the element types, these need most
             schedules.append(
                 reduce_scatter(
@@ -58,16 +57,12 @@ def needed_memory(
     return {which: nbytes for which, nbytes in needed.items() if nbytes}
 
 
-def _all_gather(layout: GroupLayout, topology: Topology, rank: int, items: Sequence[Item]) -> Schedule:
-    """One node's, or that of several. With one rank a node too: the rail lane's puts land in other ranks' landings,
-    which ranks map only within their node."""
-    build = all_gather if topology.nodes == 1 else all_gather_nodes
-    return build(layout, topology, rank, items)
-
-
 def _plan(topology: Topology) -> BasePlan | None:
-    """Of reductions across nodes; all calls of an engine have the same."""
-    return default_plan(topology) if topology.nodes > 1 else None
+    """Of reductions across nodes, unless there is one rank a node, which has a plan of its own (``rail_lane``).
+
+    All calls of an engine have the same plan.
+    """
+    return default_plan(topology) if topology.nodes > 1 and not topology.lane else None
 
 
 @dataclass
@@ -160,10 +155,10 @@ class GroupCollectives(LandingGroup):
         super().__init__(name, layout, engine.landing(layout.landing_bytes), home)
         self._engine, self._chunk_bytes = engine, chunk_bytes
         self._label = f"all-gather of {name!r}"
-        schedule = _all_gather(layout, engine.topology, engine.rank, shard_items)
+        schedule = all_gather(layout, engine.topology, engine.rank, shard_items)
         self._all_gather = engine.collective(schedule, len(layout.params), self._label)
         self._reuse = engine.collective(reuse(engine.topology, engine.rank), 0, f"reuse of {name!r}")
-        self._landing_address = self._all_gather.addresses(landing=self.landing.window.address)
+        self._addresses: dict[int, list[int]] = {}  # by slot
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
         self._reductions: dict[tuple[tuple[int, ...], Item, Item, int], _Reduction] = {}
         self._running: tuple[Collective, Any] | None = None
@@ -176,7 +171,11 @@ class GroupCollectives(LandingGroup):
         start = time.perf_counter()
         slot = self._enter()
         tag = self._engine.book.tag(f"{self._label} into slot {slot.index}")
-        call = self._all_gather.begin(shards, self._landing_address, tag, slot.index)
+        addresses = self._addresses.get(slot.index)
+        if addresses is None:
+            addresses = self._all_gather.addresses(landing=self.landing.window.address, slot=slot.index)
+            self._addresses[slot.index] = addresses
+        call = self._all_gather.begin(shards, addresses, tag, slot.index)
         self._running, self._versions = (self._all_gather, call), versions
         self.all_gathers.wait_seconds += self._all_gather.run(call, "copy")
         self.all_gathers.calls += 1

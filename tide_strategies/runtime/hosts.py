@@ -17,15 +17,22 @@ from tide_strategies.topology import Topology
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks of a group are.
+    """Where the ranks of a group are, and what follows for its collectives.
 
     Args:
         topology: its nodes; the ranks of one node share memory.
-        rail: what connects the nodes: memory that they share too, or messages.
+        rail: what connects the nodes: memory that they share too, messages, or nothing, for one node.
+        why: the reason for both, in words.
     """
 
     topology: Topology
-    rail: Literal["local", "p2p"]
+    rail: Literal["none", "local", "p2p"]
+    why: str
+
+    @property
+    def schedule(self) -> Literal["direct", "two-level", "lane"]:
+        """Which schedules run: "direct" on one node, "lane" with one rank on each of several, else "two-level"."""
+        return "direct" if self.topology.nodes == 1 else "lane" if self.topology.lane else "two-level"
 
 
 def hosts_of(identities: Sequence[dict[str, Any]]) -> list[list[int]]:
@@ -75,13 +82,15 @@ def place(identities: Sequence[dict[str, Any]], stated: Topology | None, rail: s
     if rail == "local":
         check_one_host(everyone)
     topology = stated or found_topology(identities)
+    hosts = len(hosts_of(identities))
+    nodes = "topology as stated" if stated else f"{hosts} hosts found" if hosts > 1 else "all ranks are on one host"
     if topology.nodes == 1:
         check_one_host(everyone)
-        return Placement(topology, "local")
+        return Placement(topology, "none", nodes)
     if rail == "nccl_rma":
         raise TideArenaError("rail: nccl_rma is for GPU ranks, and these are CPU ranks", "TIDE-F028")
-    if rail == "local" or (rail == "auto" and len(hosts_of(identities)) == 1):
-        return Placement(topology, "local")
+    if rail == "local" or (rail == "auto" and hosts == 1):
+        return Placement(topology, "local", f"{nodes}, all ranks share memory")
     for first in range(0, topology.ranks, topology.local_ranks):
         check_one_host(everyone[first : first + topology.local_ranks], first)
-    return Placement(topology, "p2p")
+    return Placement(topology, "p2p", nodes if rail == "auto" else f"{nodes}, messages are asked for")

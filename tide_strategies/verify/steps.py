@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tide_strategies.collectives.schedule import Counter, Schedule
+from tide_strategies.collectives.signals import PER_SLOT
 from tide_strategies.verify.memory import Actor
 
-#: Counters of which every landing slot has its own.
-PER_SLOT = {"vacated", "opened"}
 #: A counter as one call means it: name, index, landing slot.
 Bound = tuple[str, int, int]
 Cell = tuple[Bound, int]

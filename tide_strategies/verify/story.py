@@ -8,10 +8,10 @@ together only where the caller waits for a stream or a stream for the caller.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from tide_strategies.collectives.all_gather import all_gather
+from tide_strategies.collectives.all_gather import all_gather, reuse
 from tide_strategies.collectives.all_gather_nodes import all_gather_nodes, slot_offsets
 from tide_strategies.collectives.plan import BasePlan
 from tide_strategies.collectives.reduce_scatter import reduce_scatter
@@ -30,12 +30,20 @@ Change = Callable[[str, int, Schedule], Schedule]
 
 @dataclass(frozen=True)
 class Gathered:
-    """An all-gather of a story."""
+    """An all-gather of a story, or a use of what an earlier one left.
+
+    Args:
+        number: of the call.
+        layout, slot: of the group, of its landing.
+        calls: by rank.
+        shards: number of the call whose shards are there.
+    """
 
     number: int
     layout: GroupLayout
     slot: int
     calls: tuple[Call, ...]
+    shards: int
 
 
 @dataclass(frozen=True)
@@ -95,9 +103,22 @@ class Story:
             self.machine.add(owner, f"landing{slot}", layout.landing_bytes)
             call = Call(self._change("all-gather", number, schedule), number, names, slot)
             calls.append(call)
-            self._issue(rank, call, [s for s in schedule.streams if s not in ("completion", "readiness")], "gather")
+            streams = [s for s in schedule.streams if s not in ("completion", "readiness")]
+            if self.topology.nodes == 1 and streams[0] == "cast":  # the caller's own, before it lets the others begin
+                self._caller(rank).append(Do(call, streams.pop(0)))
+            self._issue(rank, call, streams, "gather")
             self._issue(rank, call, ["completion"] if not self.interleave else [], "gather", after=False)
-        return Gathered(number, layout, slot, tuple(calls))
+        return Gathered(number, layout, slot, tuple(calls), number)
+
+    def reuse(self, gathered: Gathered) -> Gathered:
+        """Use a vacated landing again, into which nothing has been gathered since."""
+        number = self._next()
+        calls = []
+        for rank in range(self.topology.ranks):
+            schedule = self._change("reuse", number, reuse(self.topology, rank))
+            calls.append(Call(schedule, number, (), gathered.slot))
+            self._issue(rank, calls[-1], ["completion"] if not self.interleave else [], "gather")
+        return replace(gathered, number=number, calls=tuple(calls))
 
     def use(self, gathered: Gathered) -> None:
         """Wait for an all-gather and look at every parameter of every rank."""
@@ -106,8 +127,8 @@ class Story:
             if self.interleave:
                 steps.append(Do(call, "completion"))
             else:
-                ends = [s for s in call.schedule.streams if s != "readiness"]
-                steps += [Join(("end", gathered.number, s)) for s in ends if s in ("copy", "completion")]
+                ends = [s for s in call.schedule.streams if s in ("copy", "completion")]
+                steps += [Join(("end", gathered.number, s)) for s in ends]
             steps.append(Act(partial(self._check_gathered, gathered, rank)))
 
     def vacate(self, gathered: Gathered) -> None:
@@ -257,7 +278,7 @@ class Story:
                 items = layout.valid_items(p, owner)
                 if items:
                     runs = memory.read(actor, layout.landing_offset(p, owner), items * shape.itemsize)
-                    want = (("shard", gathered.number, owner, p, 0),)
+                    want = (("shard", gathered.shards, owner, p, 0),)
                     if len(runs) != 1 or runs[0].first() != want or runs[0].size != shape.itemsize:
                         raise Violation("result", f"rank {rank}: parameter {p} of rank {owner} is {runs[:3]}")
         self.checked += 1

@@ -37,6 +37,7 @@ class Workload:
         chunk_bytes: bytes staged at a time.
         head_bytes: heads of the all-gather's transfers.
         calls: how many of each kind.
+        reuse: each landing is used once more after it was vacated, in the place of another all-gather.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class Workload:
     chunk_bytes: int = 256
     head_bytes: int = 48
     calls: int = CALLS
+    reuse: bool = False
 
     def story(self, change: Change | None = None, *, count: bool = True, machine: type[Machine] = Machine) -> Story:
         """Build the calls, each schedule passed through ``change``."""
@@ -86,11 +88,17 @@ class Workload:
         for i, layout in enumerate(self._groups()):
             pending.append(self._gather(story, layout, i % 2))
             if len(pending) > self.ahead:
-                story.use(pending[0])
-                story.vacate(pending.pop(0))
+                self._use_up(story, pending.pop(0))
         for gathered in pending:
-            story.use(gathered)
-            story.vacate(gathered)
+            self._use_up(story, gathered)
+
+    def _use_up(self, story: Story, gathered: Gathered) -> None:
+        story.use(gathered)
+        story.vacate(gathered)
+        if self.reuse:
+            again = story.reuse(gathered)
+            story.use(again)
+            story.vacate(again)
 
     def _reductions(self, story: Story) -> None:
         pending: list[Reduced] = []

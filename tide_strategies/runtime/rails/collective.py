@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tide_strategies import _native
-from tide_strategies.collectives.schedule import Schedule
+from tide_strategies.collectives.schedule import Schedule, Space
 from tide_strategies.runtime.engine import Collective
 from tide_strategies.runtime.rails.cut import Send, cut
 
@@ -23,6 +23,7 @@ class RailCall:
     bases: Sequence[int]
     counters: Sequence[int]
     tag: int
+    slot: int
 
 
 class RailCollective(Collective):
@@ -41,7 +42,7 @@ class RailCollective(Collective):
     def _begin(self, inputs: Sequence[int], others: Sequence[int], tag: int, slot: int, divisor: float) -> RailCall:
         bases, counters = [*inputs, *others], self._counters(slot)
         native = self._encoded.program.begin(self._engine.arena.native, bases, counters, tag, divisor)
-        return RailCall(native, bases, counters, tag)
+        return RailCall(native, bases, counters, tag, slot)
 
     def run(self, call: Any, stream: str) -> float:
         """See :meth:`Collective.run`."""
@@ -66,6 +67,7 @@ class RailCollective(Collective):
         if send.base < 0:
             self._rail.notify(send.to, counter, seq, call.tag)
             return
-        region = self._engine.region(send.space, send.index)
+        index = call.slot if send.space is Space.LANDING else send.index
+        region = self._engine.region(send.space, index)
         address = call.bases[send.base] + send.offset
         self._rail.put(send.to, address, send.nbytes, region, send.at, counter, seq, call.tag)

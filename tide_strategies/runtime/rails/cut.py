@@ -33,7 +33,7 @@ from tide_strategies.runtime.encode import Encoded, encode
 from tide_strategies.topology import Topology
 
 #: Notifications of what arrived, or that make room in inboxes or behind what puts read: they let nobody overwrite a
-#: source. (Sources are the own stage and outbox.)
+#: source. (Sources are the own stage and outbox, and the shards that are already in the own landing.)
 _FREES_NOTHING = {
     c.name
     for c in (

@@ -57,12 +57,17 @@ class P2PRail:
         self._places = {r: i for i, r in enumerate(ranks) if r != rank}
         self._senders: dict[int, _Sender] = {}
         self._receivers: dict[int, _Receiver] = {}
+        self._memory: list[tuple[int, int]] = []
         self._gone: dict[int, str] = {}
         self._closed = False
 
-    def start(self, arena: Arena, memory: Sequence[tuple[int, int]], railed: int) -> None:
+    def open(self, address: int, nbytes: int) -> None:
+        """See :meth:`Rail.open`."""
+        self._memory.append((address, nbytes))
+
+    def start(self, arena: Arena, railed: int) -> None:
         """See :meth:`Rail.start`."""
-        self._arena, self._memory, self._railed = arena, memory, railed
+        self._arena, self._railed = arena, railed
         for peer, place in self._places.items():
             self._senders[peer] = _Sender(self, peer, place)
             self._receivers[peer] = _Receiver(self, peer, place)
@@ -197,7 +202,6 @@ class _Receiver(threading.Thread):
         super().__init__(name=f"tide-rail-from-{peer}", daemon=True)
         self._rail, self._peer, self._place = rail, peer, place
         self._bound = datetime.timedelta(seconds=rail.timeout_s + _GRACE_S)
-        self._sizes = [nbytes for _, nbytes in rail._memory]
 
     def run(self) -> None:
         rail = self._rail
@@ -206,7 +210,7 @@ class _Receiver(threading.Thread):
             while True:
                 work, buffer = posted.popleft()
                 work.wait(_WHILE_CONNECTED)
-                message = parse(buffer, self._sizes, rail._arena.counters)
+                message = parse(buffer, [nbytes for _, nbytes in rail._memory], rail._arena.counters)
                 if not self._take(message, buffer):
                     return
                 posted.append(self._post(buffer))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from tide_strategies._native import Arena
@@ -11,12 +10,17 @@ from tide_strategies._native import Arena
 class Rail(Protocol):
     """Puts and notifications to the ranks on the same rail, and theirs to this rank. Nothing here waits for a peer."""
 
-    def start(self, arena: Arena, memory: Sequence[tuple[int, int]], railed: int) -> None:
+    def open(self, address: int, nbytes: int) -> None:
+        """Let peers put into one more region; the same ones in the same order on all ranks.
+
+        Before the start, or by all ranks before any of them puts into it.
+        """
+
+    def start(self, arena: Arena, railed: int) -> None:
         """Begin to send and receive.
 
         Args:
             arena: of this host; what peers notify is added to their cells there.
-            memory: address and bytes of each region that peers put into; the same regions on all ranks.
             railed: counter that tells how many puts to a peer have been read at their source, in the peer's cell.
         """
 
