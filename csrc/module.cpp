@@ -21,6 +21,7 @@
 #include "arena.h"
 #include "clock.h"
 #include "cuda/module.h"
+#include "cuda/nccl_module.h"
 #include "error.h"
 #include "kernels.h"
 #include "memory_limit.h"
@@ -228,6 +229,8 @@ NB_MODULE(_native, m) {
   bind_program(m);
   nb::module_ cuda_module = m.def_submodule("cuda", "The same over CUDA devices; needs no device to be imported.");
   cuda::bind(cuda_module);
+  nb::module_ nccl_module = m.def_submodule("nccl", "The NCCL of this process, if it has one.");
+  nccl::bind(nccl_module);
 }
 
 }  // namespace tide

@@ -219,7 +219,7 @@ class cuda:
 
         ``name``, ``compute_capability`` (two numbers), ``total_memory``, ``async_engines``, ``stream_mem_ops``,
         ``can_use_64_bit_stream_mem_ops``, ``posix_fd`` (memory can be shared by descriptor), ``multicast_supported``
-        (by the hardware; nothing here ever creates a multicast object), ``pci_bus_id``, ``uuid``,
+        (by the hardware; whether it may be used: :meth:`multicast_refusal`), ``pci_bus_id``, ``uuid``,
         ``granularity`` (bytes that allocations are rounded up to).
         """
     @staticmethod
@@ -444,3 +444,208 @@ class cuda:
             self, control: cuda.Control, bases: Sequence[int], counters: Sequence[int], tag: int, divisor: float
         ) -> cuda.Call:
             """Begin a call: note the counters' bases, advance this rank's totals; see :meth:`_native.Program.begin`."""
+
+    @staticmethod
+    def multicast_switched_off() -> str:
+        """Which variable of the environment forbids multicast, as ``NAME=value``; empty if none does."""
+    @staticmethod
+    def multicast_refusal(device: int) -> str:
+        """Why multicast may not be used on a device, in words; empty if it may. Makes no context.
+
+        The switches of the environment come first, then the driver, then the device.
+        """
+
+    class Multicast:
+        """An object whose addresses stand for the memory of several devices at once.
+
+        All ranks of a node make, add, bind and map it together, with a barrier after each step. Everything here raises
+        ``RuntimeError`` with the words of :meth:`multicast_refusal`, before any other call, if there are any.
+        """
+
+        def __init__(self, device: int, devices: int, bytes: int) -> None:
+            """Create one for ``devices`` devices; on one rank only."""
+        @staticmethod
+        def whole_bytes(device: int, devices: int, bytes: int) -> int:
+            """``bytes`` widened to what an object needs; the memory to bind must have as many."""
+        @staticmethod
+        def from_fd(fd: int, device: int, devices: int, bytes: int) -> cuda.Multicast:
+            """The object that another rank created. ``fd`` stays the caller's to close."""
+        def export_fd(self) -> int:
+            """A new descriptor of the object, the caller's to close."""
+        def add_device(self) -> None:
+            """Add this rank's device."""
+        def bind(self, memory: cuda.Allocation) -> None:
+            """Put this rank's memory behind the object, once all devices have been added."""
+        def map(self) -> None:
+            """Give it an address here. It goes with this object, when the device is through with its work."""
+        @property
+        def device(self) -> int: ...
+        @property
+        def address(self) -> int:
+            """0 until :meth:`map`."""
+        @property
+        def bytes(self) -> int: ...
+
+    class Kernel:
+        """A kernel out of a compiled image (a cubin, or PTX), in the device's primary context."""
+
+        def __init__(self, device: int, image: builtins.bytes, name: str) -> None: ...
+        @property
+        def function(self) -> int:
+            """The driver's handle, for :meth:`Program.set_sum_kernel`; valid while this object lives."""
+        @property
+        def device(self) -> int: ...
+        def launch(
+            self,
+            table: int,
+            first: int,
+            count: int,
+            output: int,
+            inverse: float,
+            addresses: Sequence[int],
+            ctas: int,
+            threads: int,
+            stream: int,
+        ) -> None:
+            """Run it over ``count`` rows, from ``first`` on, of a table in device memory, with ``ctas`` blocks at most.
+
+            ``addresses`` must be as many as the kernel takes.
+            """
+
+    @staticmethod
+    def landing_source() -> str:
+        """The text of the landing kernel (``csrc/cuda/multimem_landing.cu``), to be compiled for a device."""
+
+# A submodule, too.
+class nccl:
+    """The NCCL that is in this process already (torch's), its windows and host RMA.
+
+    No copy is ever loaded. What NCCL refuses raises ``RuntimeError`` with the call and NCCL's words, lack of memory
+    ``OSError`` with ENOMEM, and what is not through within ``timeout_s`` seconds ``TimeoutError``: the communicator is
+    aborted then. All communicators are non-blocking underneath.
+    """
+
+    NEEDED: str
+    """The oldest version that serves."""
+
+    @staticmethod
+    def probe() -> dict[str, Any]:
+        """``available``, ``reason`` (why not), ``version`` (None without a library), ``path``. Never raises."""
+    @staticmethod
+    def unique_id() -> bytes:
+        """What the ranks of a new communicator have in common; made on one of them and sent to all."""
+
+    class Communicator:
+        """Ranks that NCCL connects, each with one device."""
+
+        @staticmethod
+        def join(
+            device: int,
+            id: bytes,
+            ranks: int,
+            rank: int,
+            contexts: int,
+            signals: int,
+            channels: int,
+            multicast: bool,
+            timeout_s: float,
+        ) -> nccl.Communicator:
+            """Connect to all ranks that name the same ``id``. Collective.
+
+            ``RuntimeError`` if multicast is not wanted, or switched off in the environment, but this NCCL could use it
+            (``NCCL_NVLS_ENABLE=0`` keeps it from that).
+
+            Args:
+                contexts: RMA contexts, each a pair of queues to every rank; 0 for addresses only.
+                signals: signals of a peer in a context.
+                channels: cap of what NCCL's own collectives take up.
+                multicast: whether NCCL may make multicast objects when memory is registered.
+            """
+        def split(
+            self, color: int, key: int, contexts: int, signals: int, channels: int, timeout_s: float
+        ) -> nccl.Communicator:
+            """The ranks that name the same ``color``, in the order of their keys. Collective."""
+        @property
+        def device(self) -> int: ...
+        @property
+        def ranks(self) -> int: ...
+        @property
+        def rank(self) -> int: ...
+        @property
+        def contexts(self) -> int: ...
+        @property
+        def hosts(self) -> int:
+            """In how many groups the ranks reach each other's memory directly."""
+        @property
+        def host_rma(self) -> bool: ...
+        @property
+        def multimem(self) -> bool:
+            """Whether NCCL would use multicast."""
+        @property
+        def closed(self) -> bool: ...
+        def close(self, timeout_s: float) -> None:
+            """End it in order, when every rank does and all windows are closed; else abort it and raise."""
+        def abort(self) -> None:
+            """End it at once on this rank; from any thread."""
+
+    class Memory:
+        """Device memory that can be registered; a multiple of the device's granularity."""
+
+        def __init__(self, device: int, bytes: int) -> None: ...
+        @property
+        def device(self) -> int: ...
+        @property
+        def address(self) -> int: ...
+        @property
+        def bytes(self) -> int: ...
+        def tensor(self, byte_offset: int, numel: int, dtype: str) -> Any:
+            """See :meth:`_native.Window.tensor`; the DLPack object is on the device."""
+
+    class Window:
+        """A memory registered with a communicator; all its ranks register one of the same size. Collective.
+
+        A whole allocation: of NCCL's own, or a mapping of a ``cuda.Allocation``.
+        """
+
+        def __init__(self, comm: nccl.Communicator, memory: nccl.Memory | cuda.Mapping, timeout_s: float) -> None: ...
+        @property
+        def bytes(self) -> int: ...
+        @property
+        def address(self) -> int: ...
+        def peer_address(self, peer: int) -> int:
+            """Where this process sees the memory of a rank of the communicator; 0 if only puts reach it."""
+        def close(self, timeout_s: float) -> None:
+            """Take it back. Nothing may be under way in it."""
+
+    class Rma:
+        """Puts, signals and waits on CUDA streams, none of them a default stream. Peers are ranks of ``comm``."""
+
+        def __init__(self, comm: nccl.Communicator, timeout_s: float) -> None:
+            """``timeout_s`` bounds the host's part of every call."""
+        def put(
+            self,
+            peer: int,
+            source: int,
+            bytes: int,
+            source_window: nccl.Window,
+            window: nccl.Window,
+            offset: int,
+            signal: int,
+            context: int,
+            stream: int,
+        ) -> None:
+            """Copy from the address ``source`` within ``source_window`` to ``offset`` of the peer's ``window``.
+
+            Then its signal of this rank grows by 1. No bytes: only that.
+            """
+        def signal(self, peer: int, signal: int, context: int, stream: int) -> None:
+            """Let the peer's signal of this rank grow by 1."""
+        def wait(self, signals: Sequence[tuple[int, int, int, int]], tag: int, stream: int) -> None:
+            """Let the stream go on when so many further signals have come: (peer, count, signal, context) each."""
+        def overdue(self, seconds: float) -> list[dict[str, Any]]:
+            """Waits that have blocked their stream for so long: ``tag``, ``signals``, ``blocked_s``.
+
+            Time counts from the first call that sees a wait begun.
+            """
+        def outstanding(self) -> int:
+            """Waits that are not over."""

@@ -83,6 +83,10 @@ FALLBACKS: dict[str, tuple[str, str]] = {
         "the nodes cannot be connected: {}",
         "see that gloo finds the network between the hosts (GLOO_SOCKET_IFNAME), or shard within a host",
     ),
+    "TIDE-F029": (
+        "the GPUs of different nodes cannot be connected through NCCL: {}",
+        "use the NCCL that tide doctor asks for and RDMA network cards between hosts, or shard within a host",
+    ),
     "TIDE-F030": ("gradients of different dtypes arrived in one call", "none needed: such calls run as stock"),
     "TIDE-F031": ("gradients of dtype {} arrived", "use bfloat16 or float32 gradients"),
     "TIDE-F101": ("torch {} is not a version that TIDE knows", "use a supported torch (docs/supported_torch.md)"),

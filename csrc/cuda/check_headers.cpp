@@ -32,6 +32,7 @@ SAME_VALUE(kComputeCapabilityMinor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
 SAME_VALUE(kStreamMemOpsV1, CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_MEM_OPS_V1);
 SAME_VALUE(kVirtualMemoryManagement, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
 SAME_VALUE(kPosixFdHandles, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED);
+SAME_VALUE(kRdmaWithVmm, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
 SAME_VALUE(k64BitStreamMemOps, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS);
 SAME_VALUE(kMulticastSupported, CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED);
 SAME_VALUE(kMaxDynamicSharedBytes, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
@@ -155,8 +156,24 @@ SAME_SHAPE(LaunchKernel, cuLaunchKernel);
 SAME_SHAPE(FuncSetAttribute, cuFuncSetAttribute);
 SAME_SHAPE(GetErrorName, cuGetErrorName);
 SAME_SHAPE(GetErrorString, cuGetErrorString);
+SAME_SHAPE(ModuleLoadData, cuModuleLoadData);
+SAME_SHAPE(ModuleGetFunction, cuModuleGetFunction);
+SAME_SHAPE(ModuleUnload, cuModuleUnload);
 #if CUDA_VERSION >= 12050
 SAME_SHAPE(CtxRecordEvent, cuCtxRecordEvent);
+#endif
+#if CUDA_VERSION >= 12010
+SAME_SIZE(MulticastObjectProp, CUmulticastObjectProp);
+SAME_FIELD(MulticastObjectProp, devices, CUmulticastObjectProp, numDevices);
+SAME_FIELD(MulticastObjectProp, size, CUmulticastObjectProp, size);
+SAME_FIELD(MulticastObjectProp, handle_types, CUmulticastObjectProp, handleTypes);
+SAME_FIELD(MulticastObjectProp, flags, CUmulticastObjectProp, flags);
+SAME_VALUE(kMulticastGranularityMinimum, CU_MULTICAST_GRANULARITY_MINIMUM);
+SAME_SHAPE(MulticastCreate, cuMulticastCreate);
+SAME_SHAPE(MulticastAddDevice, cuMulticastAddDevice);
+SAME_SHAPE(MulticastBindMem, cuMulticastBindMem);
+SAME_SHAPE(MulticastUnbind, cuMulticastUnbind);
+SAME_SHAPE(MulticastGetGranularity, cuMulticastGetGranularity);
 #endif
 
 }  // namespace tide::cuda

@@ -169,6 +169,8 @@ MemAllocationProp Device::allocation_properties() const {
   prop.type = kAllocationPinned;
   prop.handle_types = kHandlePosixFd;
   prop.location = {kLocationDevice, ordinal_};
+  int rdma = 0;  // so that a network card can read and write it, should it be registered for that
+  if (api().DeviceGetAttribute(&rdma, kRdmaWithVmm, id_) == kSuccess) prop.flags.gpu_direct_rdma = rdma != 0;
   return prop;
 }
 

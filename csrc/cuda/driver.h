@@ -7,6 +7,7 @@
 #include <string>
 
 #include "driver_types.h"
+#include "multimem_types.h"
 
 namespace tide::cuda {
 
@@ -77,9 +78,17 @@ struct CudaError : std::runtime_error {
   X(LaunchKernel, "cuLaunchKernel",                                                                            \
     (FunctionHandle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, StreamHandle, void**, void**))
 
-// Null where the driver is older than CUDA 12.5.
+// Null where the driver is older: than CUDA 12.5 for CtxRecordEvent, than 12.1 for multicast.
 #define TIDE_CUDA_OPTIONAL(X)                                                                                  \
-  X(CtxRecordEvent, "cuCtxRecordEvent", (ContextHandle, EventHandle))
+  X(CtxRecordEvent, "cuCtxRecordEvent", (ContextHandle, EventHandle))                                          \
+  X(ModuleLoadData, "cuModuleLoadData", (ModuleHandle*, const void*))                                          \
+  X(ModuleGetFunction, "cuModuleGetFunction", (FunctionHandle*, ModuleHandle, const char*))                    \
+  X(ModuleUnload, "cuModuleUnload", (ModuleHandle))                                                            \
+  X(MulticastCreate, "cuMulticastCreate", (MemHandle*, const MulticastObjectProp*))                            \
+  X(MulticastAddDevice, "cuMulticastAddDevice", (MemHandle, DeviceId))                                         \
+  X(MulticastBindMem, "cuMulticastBindMem", (MemHandle, size_t, MemHandle, size_t, size_t, unsigned long long)) \
+  X(MulticastUnbind, "cuMulticastUnbind", (MemHandle, DeviceId, size_t, size_t))                               \
+  X(MulticastGetGranularity, "cuMulticastGetGranularity", (size_t*, const MulticastObjectProp*, int))
 
 struct Api {
 #define TIDE_DECLARE(member, symbol, parameters) Result(*member) parameters = nullptr;

@@ -35,6 +35,7 @@ enum Attribute : int {
   kStreamMemOpsV1 = 92,
   kVirtualMemoryManagement = 102,
   kPosixFdHandles = 103,
+  kRdmaWithVmm = 110,
   k64BitStreamMemOps = 122,
   kMulticastSupported = 132,
 };

@@ -18,6 +18,7 @@
 #include "../tensor.h"
 #include "control.h"
 #include "memory.h"
+#include "multimem_module.h"
 #include "program.h"
 #include "stream.h"
 
@@ -28,15 +29,6 @@ namespace tide::cuda {
 namespace {
 
 // What Python holds. The objects behind keep each other alive by these pointers, not through Python.
-struct AllocationHandle {
-  std::shared_ptr<Allocation> it;
-};
-struct MappingHandle {
-  std::shared_ptr<Mapping> it;
-  uint64_t address() const { return it->address(); }
-  uint64_t bytes() const { return it->bytes(); }
-  int device() const { return it->device(); }
-};
 struct WindowHandle {
   std::shared_ptr<Window> it;
   uint64_t address() const { return it->address(); }
@@ -307,6 +299,7 @@ void bind(nb::module_& m) {
   bind_memory(m);
   bind_control(m);
   bind_program(m);
+  bind_multimem(m);
 }
 
 }  // namespace tide::cuda

@@ -23,6 +23,10 @@ EXPORT uint64_t fake_calls(const char* name) {
   const auto it = world().calls.find(name);
   return it == world().calls.end() ? 0 : it->second;
 }
+// Gives a stream work that another fake library does.
+EXPORT int fake_submit(void* stream, void (*f)(void*), void* argument) {
+  return submit(stream, [=] { f(argument); });
+}
 EXPORT void fake_hold_host_copies(int hold) { hold_host_copies = hold != 0; }
 EXPORT unsigned fake_last_grid() {
   std::lock_guard<std::mutex> hold(world().lock);
@@ -129,7 +133,7 @@ EXPORT Result cuDeviceGetAttribute(int* value, int which, DeviceId) {
     case kVirtualMemoryManagement:
     case kPosixFdHandles:
     case k64BitStreamMemOps: *value = 1; return kSuccess;
-    case kMulticastSupported: *value = 0; return kSuccess;
+    case kMulticastSupported: *value = std::getenv("FAKE_CUDA_MULTICAST") != nullptr; return kSuccess;
     default: return kInvalidValue;
   }
 }

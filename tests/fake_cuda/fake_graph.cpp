@@ -23,8 +23,8 @@ bool sound(const MemcpyParams& c) {
 
 void run(const MemcpyParams& c) {
   for (size_t r = 0; r < c.height; ++r)
-    std::memcpy(reinterpret_cast<char*>(c.dst_device) + r * c.dst_pitch,
-                reinterpret_cast<const char*>(c.src_device) + r * c.src_pitch, c.width_bytes);
+    store(reinterpret_cast<char*>(c.dst_device) + r * c.dst_pitch,
+          reinterpret_cast<const char*>(c.src_device) + r * c.src_pitch, c.width_bytes);
 }
 
 // Of all the orders that the dependencies allow: the one in which later nodes go as early as they can.

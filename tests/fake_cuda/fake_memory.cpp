@@ -86,6 +86,7 @@ EXPORT Result cuMemMap(DevicePtr at, size_t bytes, size_t offset, MemHandle hand
   if (::mmap(reinterpret_cast<void*>(at), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, p->fd, 0) == MAP_FAILED)
     return kErrorOutOfMemory;
   it->second.mapped = true;
+  it->second.shown_fd = p->fd;
   return kSuccess;
 }
 EXPORT Result cuMemSetAccess(DevicePtr at, size_t bytes, const MemAccessDesc* access, size_t count) {

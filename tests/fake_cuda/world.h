@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "../../csrc/cuda/driver_types.h"
+#include "../../csrc/cuda/multimem_types.h"
 
 using namespace tide::cuda;
 
@@ -76,6 +77,7 @@ struct Range {
   size_t reserved, size;
   uint64_t reserved_at;
   bool mapped = false, accessible = false;
+  int shown_fd = -1;
 };
 // Of a kernel: what its constants would be. Landed partials are `sources`, 0 for the kernel of staged sums.
 struct FakeFunction {
@@ -99,6 +101,8 @@ struct World {
   std::vector<std::shared_ptr<Queue>> only;  // with FAKE_CUDA_CONNECTIONS=1: the one queue of each device
   std::map<std::string, uint64_t> calls;
   unsigned last_grid = 0;
+  // Kernels out of modules: blocks, threads, stream, arguments.
+  std::map<void*, std::function<Result(unsigned, unsigned, StreamHandle, void**)>> kernels;
 };
 inline World& world() {
   static World* const w = new World;  // threads outlive static destructors
@@ -149,3 +153,6 @@ inline bool known_event(void* e) {
   std::lock_guard<std::mutex> hold(world().lock);
   return world().events.count(static_cast<FakeEvent*>(e)) != 0;
 }
+
+// What a copy does: to an address of a multicast object it writes every memory behind it.
+void store(void* to, const void* from, size_t bytes);

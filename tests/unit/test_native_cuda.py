@@ -1,4 +1,4 @@
-"""The CUDA transport, on a fake driver that is built here: every scenario of ``tests/fake_cuda`` in a fresh process."""
+"""The CUDA transport, on a fake driver (``conftest.py``): every scenario of ``tests/fake_cuda`` in a fresh process."""
 
 from __future__ import annotations
 
@@ -19,27 +19,6 @@ SCENARIOS = [
     if isinstance(node, ast.FunctionDef)
     and any(isinstance(d, ast.Name) and d.id == "scenario" for d in node.decorator_list)
 ]
-
-
-def build(folder: Path, *options: str) -> Path:
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ to build the fake driver with")
-    library = folder / "libcuda.so.1"
-    command = [compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", *options]
-    done = subprocess.run([*command, "-o", library, *sorted(FAKE.glob("*.cpp"))], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return library
-
-
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("fake_cuda"))
-
-
-@pytest.fixture(scope="session")
-def old_driver(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("fake_cuda_old"), "-DFAKE_CUDA_OLD")
 
 
 def python(*arguments: str, **env: str) -> str:

@@ -25,8 +25,8 @@ MULTICAST_SWITCHES = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-#: First NCCL whose windows and host RMA serve rails between nodes (two faults of windows are fixed in it).
-NCCL_FOR_RAILS = (2, 31, 2)
+#: Switches without which NCCL's windows and host RMA do not work.
+WINDOW_SWITCHES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_WIN_ENABLE": "0", "NCCL_NUM_RMA_CTX": "0"}
 #: Shared memory below this will not hold the arena of any model worth sharding.
 _LITTLE_MEMORY = 256 * 2**20
 _FEW_FILES = 256
@@ -169,23 +169,47 @@ def _peers(cuda: Any, devices: int) -> Iterator[Check]:
     elif devices > 1:
         yield Check("GPU ranks", "peer access", "ok", f"all {devices} devices reach each other")
     if any(cuda.device_info(d)["multicast_supported"] for d in range(devices)):
-        off = [f"{k}={v}" for k, v in MULTICAST_SWITCHES.items() if os.environ.get(k) == v]
-        words = f"hardware has it, switched off by {', '.join(off)}" if off else "hardware has it"
-        yield Check("GPU ranks", "NVSwitch multicast", "note", words)
+        yield _multicast(cuda, devices)
+
+
+def _multicast(cuda: Any, devices: int) -> Check:
+    refusals = {str(refusal): d for d in range(devices) if (refusal := cuda.multicast_refusal(d))}
+    if not refusals:
+        return Check("GPU ranks", "NVSwitch multicast", "note", "hardware has it, and nothing forbids it")
+    words = f"hardware has it, but {', '.join(refusals)}"
+    # NCCL looks at its own variable alone.
+    if cuda.multicast_switched_off() and os.environ.get("NCCL_NVLS_ENABLE") != "0":
+        remedy = "set NCCL_NVLS_ENABLE=0 as well: NCCL would use it, so TIDE uses no windows of NCCL's"
+        return Check("GPU ranks", "NVSwitch multicast", "warn", words, remedy)
+    return Check("GPU ranks", "NVSwitch multicast", "note", words)
 
 
 def _nodes() -> Iterator[Check]:
-    nccl = installed("nvidia-nccl-cu13") or installed("nvidia-nccl-cu12")
-    if nccl is None:
-        yield Check("several nodes", "NCCL", "note", "not installed")
-    else:
-        new = tuple(int(p) for p in nccl.split(".")[:3] if p.isdecimal()) >= NCCL_FOR_RAILS
-        wanted = ".".join(map(str, NCCL_FOR_RAILS))
-        words = f"{nccl}: windows and host RMA" if new else f"{nccl}: rails by host RMA need {wanted}"
-        yield Check("several nodes", "NCCL", "note", words, "" if new else f"pip install 'nvidia-nccl-cu13>={wanted}'")
+    yield _nccl()
+    off = [f"{k}={os.environ[k]}" for k, v in WINDOW_SWITCHES.items() if os.environ.get(k) == v]
+    if off:
+        words = f"switched off by {', '.join(off)}"
+        yield Check("several nodes", "NCCL windows", "warn", words, f"unset {off[0].split('=')[0]} for rail: nccl_rma")
     cards = Path("/sys/class/infiniband")
     names = sorted(p.name for p in cards.iterdir()) if cards.is_dir() else []
-    yield Check("several nodes", "RDMA devices", "note", ", ".join(names) or "none")
+    found = ", ".join(names) or "none: NCCL's host RMA serves GPUs of one host only"
+    yield Check("several nodes", "RDMA devices", "note", found)
+
+
+def _nccl() -> Check:
+    """The library that this process has, once torch is in it; else what is installed."""
+    from tide_strategies._native import nccl
+
+    remedy = f"pip install 'nvidia-nccl-cu13>={nccl.NEEDED}'"
+    loaded = nccl.probe()
+    if loaded["available"]:
+        return Check("several nodes", "NCCL", "note", f"{loaded['version']} ({loaded['path']}): windows and host RMA")
+    if loaded["path"]:
+        return Check("several nodes", "NCCL", "note", str(loaded["reason"]), remedy)
+    version = installed("nvidia-nccl-cu13") or installed("nvidia-nccl-cu12")
+    if version is None:
+        return Check("several nodes", "NCCL", "note", "not installed")
+    return Check("several nodes", "NCCL", "note", f"{version} is installed, and not loaded here", remedy)
 
 
 def _job() -> Iterator[Check]:
@@ -255,6 +279,7 @@ def _environment() -> Iterator[Check]:
         ("TIDE_AUTOPSY", "folder for what each rank writes when it stops"),
         ("TIDE_TRACE", "folder for when each call of each rank began and ended"),
         *((name, f"{value}: no multicast") for name, value in MULTICAST_SWITCHES.items()),
+        ("NCCL_RUNTIME_CONNECT", "0: NCCL connects all ranks at once, which takes memory"),
     ):
         if name in env:
             yield Check("environment", name, "note", f"{env[name]} ({words})")

@@ -1,0 +1,175 @@
+"""Rails of NCCL's host RMA between two GPUs of one host, each standing for a node.
+
+Needs NCCL 2.31.2 or newer in the process, which torch may not bring: ``LD_PRELOAD=.../libnccl.so.2``. Multicast stays
+off, whatever the hardware has. Rates are printed and not judged.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import launch
+
+from tide_strategies.collectives.schedule import Space
+from tide_strategies.runtime.cuda.nccl_domains import NcclArena, NcclDomains, missing_nccl
+from tide_strategies.runtime.cuda.nccl_rail import NcclRail
+from tide_strategies.runtime.exchange import process_group_exchange
+from tide_strategies.topology import Topology
+
+MIB = 1 << 20
+PLACE = (Space.LANDING, 0)
+HALF = 72 * MIB  # of the arena: sources, then landings
+SIZES = [16, 17, 4096, 65536 + 3, MIB, 16 * MIB, 64 * MIB]
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_multicast(environment: None) -> Iterator[None]:
+    with mock.patch.dict(os.environ, NO_MULTICAST):
+        yield
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    missing = missing_nccl()
+    if missing is not None:
+        pytest.skip(missing)
+    return launch(2, _work, timeout=300)
+
+
+def _work(rank: int, world: int, _: None) -> dict[str, Any]:
+    torch.cuda.set_device(rank)
+    exchange = process_group_exchange(dist.group.WORLD, 60.0, "the test of the rail")
+    started = time.monotonic()
+    domains = NcclDomains(exchange, rank, Topology(world, 1), rank, 60.0, signals=4, multicast=False)
+    arena = domains.arena(2 * HALF)
+    rail = NcclRail(domains)
+    rail.register(*PLACE, arena.memory)
+    took = time.monotonic() - started
+    memory = torch.from_dlpack(arena.memory.tensor(0, arena.bytes, "uint8"))
+    out = {
+        "connecting_s": took,
+        "multimem": domains.main.multimem,
+        "reachable": arena.peer_address(1 - rank) is not None,
+        "wrong": _bytes(rank, rail, memory),
+        "out_of_order": _order(rank, rail, memory),
+        "rates": _rates(rank, arena, rail),
+    }
+    rail.check()
+    torch.cuda.synchronize()
+    dist.barrier()
+    rail.close()
+    return {**out, "closed": domains.main.closed and domains.rail.closed}
+
+
+def _pattern(rank: int, nbytes: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(1000 * rank + nbytes)
+    return torch.randint(0, 256, (nbytes,), generator=random, dtype=torch.uint8).cuda()
+
+
+def _all_ready() -> None:
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def _bytes(rank: int, rail: NcclRail, memory: torch.Tensor) -> list[str]:
+    """Sizes whose bytes did not arrive, or with more than theirs written."""
+    wrong, send, receive = [], torch.cuda.Stream(), torch.cuda.Stream()
+    for turn, nbytes in enumerate(SIZES):
+        counter = turn % 4
+        memory[:nbytes] = _pattern(rank, nbytes)
+        memory[HALF : HALF + nbytes + 64] = 0xEE
+        _all_ready()
+        rail.take(1 - rank, counter, 1, receive.cuda_stream)
+        with torch.cuda.stream(receive):  # what is there at that moment
+            got = memory[HALF : HALF + nbytes + 64].clone()
+        rail.put(1 - rank, memory.data_ptr(), nbytes, *PLACE, HALF + 16, counter, send.cuda_stream)
+        _all_ready()
+        edges = bool((got[:16] == 0xEE).all()) and bool((got[nbytes + 16 :] == 0xEE).all())
+        if not (edges and torch.equal(got[16 : nbytes + 16], _pattern(1 - rank, nbytes))):
+            wrong.append(f"{nbytes} bytes")
+    return wrong
+
+
+def _order(rank: int, rail: NcclRail, memory: torch.Tensor) -> list[int]:
+    """Puts for one counter that were not wholly there when their own signal was. All signals count alike."""
+    count, nbytes = 16, 4 * MIB
+    for i in range(count):
+        memory[i * nbytes : (i + 1) * nbytes] = i + 1
+    memory[HALF : HALF + count * nbytes] = 0
+    _all_ready()
+    send, receive = torch.cuda.Stream(), torch.cuda.Stream()
+    ends = []
+    for i in range(count):
+        rail.take(1 - rank, 0, 1, receive.cuda_stream)
+        with torch.cuda.stream(receive):
+            landed = memory[HALF + i * nbytes : HALF + (i + 1) * nbytes]
+            ends.append(torch.stack([landed.min(), landed.max()]))
+    for i in range(count):
+        source = memory[i * nbytes :].data_ptr()
+        rail.put(1 - rank, source, nbytes, *PLACE, HALF + i * nbytes, 0, send.cuda_stream)
+    _all_ready()
+    return [i for i, e in enumerate(ends) if e.tolist() != [i + 1, i + 1]]
+
+
+def _rates(rank: int, arena: NcclArena, rail: NcclRail) -> dict[int, tuple[float, float, float]]:
+    """By size: GB/s of puts from rank 0 to 1, GB/s of copies to the peer's memory, microseconds of a call of put."""
+    out, at = {}, arena.address
+    for nbytes in (MIB, 16 * MIB, 64 * MIB):
+        _all_ready()
+        if rank == 0:
+            source = torch.empty(nbytes, dtype=torch.uint8, device="cuda:0")
+            target = torch.empty(nbytes, dtype=torch.uint8, device="cuda:1")
+            stream = torch.cuda.Stream()
+            put, host = _rate(stream, nbytes, lambda s, n=nbytes: rail.put(1, at, n, *PLACE, HALF, 0, s.cuda_stream))
+            with torch.cuda.stream(stream):
+                copy, _ = _rate(stream, nbytes, lambda s, t=target, o=source: t.copy_(o, non_blocking=True))
+            out[nbytes] = (put, copy, host)
+        _all_ready()
+    return out
+
+
+def _rate(stream: torch.cuda.Stream, nbytes: int, work: Any, repeats: int = 20) -> tuple[float, float]:
+    for _ in range(3):
+        work(stream)
+    stream.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(stream)
+    started = time.monotonic()
+    for _ in range(repeats):
+        work(stream)
+    host = (time.monotonic() - started) / repeats
+    end.record(stream)
+    stream.synchronize()
+    return nbytes * repeats / begin.elapsed_time(end) / 1e6, host * 1e6
+
+
+def test_every_byte_of_a_put_arrives_and_no_other(found) -> None:
+    assert [f["wrong"] for f in found] == [[], []]
+
+
+def test_a_put_is_there_when_its_signal_is(found) -> None:
+    assert [f["out_of_order"] for f in found] == [[], []]
+
+
+def test_memory_is_shared_without_multicast(found) -> None:
+    assert all(f["reachable"] and not f["multimem"] and f["closed"] for f in found)
+
+
+def test_rates_are_told(found, capsys) -> None:
+    rates = found[0]["rates"]
+    assert set(rates) == {MIB, 16 * MIB, 64 * MIB}
+    with capsys.disabled():
+        print(f"\nNCCL rail between two GPUs, connected in {found[0]['connecting_s']:.1f} s")
+        for nbytes, (put, copy, host) in rates.items():
+            share = f"{put / copy:.0%} of a copy's {copy:.0f}"
+            print(f"  put of {nbytes // MIB} MiB: {put:.0f} GB/s, {share}; {host:.1f} us of the host")
