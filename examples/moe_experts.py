@@ -57,8 +57,9 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
+        x = x.contiguous()  # what is like x must lie in memory as it is sent
         out = torch.empty_like(x)
-        dist.all_to_all_single(out, x.contiguous(), group=group)
+        dist.all_to_all_single(out, x, group=group)
         return out
 
     @staticmethod

@@ -251,8 +251,7 @@ FILES: dict[str, dict[str, str]] = {
 _MODEL = (
     "import torch\nfrom torch.distributed.fsdp import fully_shard\nfrom my_project.model import *\nmodel = build()\n"
 )
-_FIT = "from lightning.pytorch import Trainer\nfrom my_project.lightning import Data, Module\n"
-_FIT += "model, datamodule = Module(), Data()\n"
+_FIT = "from my_project.lightning import Data, Module\nmodel, datamodule = Module(), Data()\n"
 _PARALLELIZE = """\
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 args, device, Transformer = None, "cpu", lambda args: Stack()
@@ -272,7 +271,10 @@ USES: dict[tuple[str, str], Use] = {
     ("docs/accelerate.md", "Accelerator(fsdp_plugin=plugin)"): Use(
         before=f"{_MODEL}optimizer = torch.optim.AdamW(model.parameters())\n{_DATA}",
         own=("train(model, optimizer)",),
-        after="all_fast(plugin.tide_report())\naccelerator.free_memory()",
+        after="all_fast(plugin.tide_report())",
+    ),
+    ("docs/accelerate.md", "StepMetrics("): Use(
+        after="train(model, optimizer)\nassert metrics.collect(3)['tide/groups_tide'] == 4\naccelerator.free_memory()",
     ),
     ("docs/accelerate.md", "parallelism_config:"): Use(
         first=("cp tide.yaml replicas.yaml",),
