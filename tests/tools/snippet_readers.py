@@ -294,8 +294,17 @@ USES: dict[tuple[str, str], Use] = {
         "assert TideConfig.from_any(OmegaConf.load('options.yaml')).timeout_s == 30\n",
     ),
     ("docs/lightning.md", "trainer.fit(model, datamodule)"): Use(before=_FIT, save_as="fit.py"),
-    ("docs/lightning.md", "strategy = TideFSDPStrategy("): Use(
+    ("docs/lightning.md", "TideFSDPStrategy(replicate_size"): Use(
         after="trainer.fit(Module(), Data())\n", save_as="fit.py", then=("python fit.py",)
+    ),
+    ("docs/lightning.md", "TideFSDPStrategy(expert_policy"): Use(
+        before="from tide_strategies import TideFSDPStrategy\n", save_as="experts.py", then=("python experts.py",)
+    ),
+    ("docs/lightning.md", "TideEMA(decay"): Use(
+        before=f"from lightning.pytorch import Trainer\n{_FIT}",
+        after="trainer.fit(model, datamodule)\n",
+        save_as="averages.py",
+        then=("python averages.py",),
     ),
     ("docs/lightning.md", "class_path:"): Use(
         save_as="config.yaml", then=("python cli.py fit --config config.yaml --trainer.devices 2",)

@@ -17,9 +17,10 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tide_strategies.runtime.exchange import Exchange
+if TYPE_CHECKING:
+    from tide_strategies.runtime.exchange import Exchange  # which imports torch
 
 FOLDER_ENV = "TIDE_TRACE"
 FORMAT = 1
