@@ -98,7 +98,7 @@ REMOVED = [
     replace(GATHER, topology=Topology(5, 2), layouts=groups(10), adopted=True),
     replace(GATHER, topology=Topology(6, 1), layouts=groups(6)),
     replace(REDUCE, topology=Topology(2, 2), layouts=groups(4, 6), plan=BasePlan(2, 2, 2, 2, passes=3)),
-    replace(REDUCE, topology=Topology(5, 2), layouts=groups(10), plan=BasePlan(5, 2, 2, 2)),
+    replace(REDUCE, topology=Topology(3, 2), layouts=groups(6), plan=BasePlan(3, 2, 2, 2)),
     replace(REDUCE, topology=Topology(5, 2), layouts=groups(10), plan=BasePlan(5, 2, 2, 1, slot_reuse=True)),
     replace(REDUCE, topology=Topology(7, 1), layouts=groups(7), plan=BasePlan(7, 1, 1, 1)),
     replace(REDUCE, topology=Topology(5, 1), layouts=groups(5), plan=BasePlan(5, 1, 1, 2)),
