@@ -16,9 +16,8 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS := lightning,accelerate,transformers,hydra,plots,dev
 PYTEST_ARGS ?=
-# Tests of whole programs.
-PROGRAMS := $(patsubst %,tests/cpu/test_%.py,demo examples accelerate_examples accelerate_scripts lightning_scripts \
-  torch_test_runner) tests/test_wheel.py
+# Tests that bound times, or measure.
+TIMED := $(patsubst %,tests/cpu/test_%.py,arena autopsy bench bench_ranks exchange failures step_peak teardown)
 
 BIN := $(VENV)/bin
 # Absolute, so that these are the environment's own whatever is active in the caller's shell.
@@ -78,12 +77,12 @@ demo: setup ## Train a small GPT with stock FSDP2 and with TIDE; results in demo
 
 test: lint ## Check style and types, then run all tests
 	@echo "==> Running the tests"
-	@# Tests that start ranks of their own need the processors for these; the others run side by side, and so do programs
-	@# that spend most of their time starting. 5: PYTEST_ARGS chose none.
+	@# Two at a time, but for those that bound times, or measure. Files with ranks stay together, for they share launches.
+	@# 5: PYTEST_ARGS chose none.
 	@$(PY) -m pytest -n 2 tests/unit tests/model $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
-	@$(PY) -m pytest -n 2 --dist loadfile $(PROGRAMS) $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
-	@$(PY) -m pytest $(foreach t,tests/unit tests/model $(PROGRAMS),--ignore $(t)) tests $(PYTEST_ARGS) || \
-	  [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
+	@$(PY) -m pytest -n 2 --dist loadfile --ignore tests/unit --ignore tests/model $(TIMED:%=--ignore %) tests \
+	  $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
+	@$(PY) -m pytest $(TIMED) $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
 
 lint: setup ## Check style (ruff) and types (mypy)
 	@echo "==> Checking style and types"
