@@ -3,10 +3,10 @@
     python tests/tools/launch_many.py                                   every door, 30 times
     python tests/tools/launch_many.py --door accelerate --times 30      one of them
 
-Each launch is what a user types: a script, started as its library starts scripts, on two CPU processes, with TIDE under
+Each launch is what a user types: a script, started in the way of its door, on two CPU processes, with TIDE under
 it; it trains a few steps and ends. ``--python`` names the interpreter of the environment that has the package (the
 default is the one that runs this). A launch is good if it ends by itself, with exit code 0, having said that its groups
-were accelerated. Exit status: 0 if all were good, 1 if not, 2 if a door's library is missing.
+were accelerated. Exit status: 0 if all were good, 1 if not, 2 if what a door needs is not installed.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ trainer.fit(Module(), Data())
 
 @dataclass(frozen=True)
 class Door:
-    """The files of a script, the library it needs, and the command that starts it."""
+    """The files of a script, the package it needs, and the command that starts it."""
 
-    library: str
+    package: str
     command: str
     files: dict[str, str] = field(default_factory=dict)
 
@@ -157,9 +157,9 @@ def main() -> int:
         parser.error(f"--times must be at least 1; got {args.times}")
     doors = {n: d for n, d in DOORS.items() if args.door in (n, "all")}
     for door in doors.values():
-        code = f"from importlib.util import find_spec as f; exit(not (f('tide_strategies') and f('{door.library}')))"
+        code = f"import tide_strategies, {door.package}"
         if subprocess.run([args.python, "-c", code], env=outside(), cwd="/").returncode:
-            print(f"{args.python} has not both tide_strategies and {door.library}; install them", file=sys.stderr)
+            print(f"{args.python} has not both tide_strategies and {door.package}; install them", file=sys.stderr)
             return 2
     print(HEADER, flush=True)
     results = {name: Launches() for name in doors}

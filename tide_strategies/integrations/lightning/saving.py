@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +36,6 @@ class ShardedWriter:
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._group: dist.ProcessGroup | None = None
-        self._threads: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._path: Path | None = None
         self._afterwards: list[Callable[[], None]] = []
@@ -70,8 +70,10 @@ class ShardedWriter:
             # Its own: collectives of the write must not mix with those of training, and are on CPU tensors.
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         parts = apply_to_collection(parts, Tensor, _copy)
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tide-checkpoint")
-        self._path, self._pending = path, self._threads.submit(_write, parts, path, index, self._group)
+        self._path, self._pending = path, Future()
+        # No executor's: those are joined when the interpreter ends, however long a file system does not answer.
+        arguments = (self._pending, parts, path, index, self._group)
+        threading.Thread(target=_write_later, args=arguments, name="tide-checkpoint", daemon=True).start()
 
     def afterwards(self, action: Callable[[], None]) -> None:
         """Do something now, or when the checkpoint that is being written is known to be whole; not if it fails."""
@@ -90,8 +92,6 @@ class ShardedWriter:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        assert self._threads is not None
-        self._threads.shutdown(wait=False)
         actions, self._afterwards = self._afterwards, []
         try:
             pending.result(self._timeout.total_seconds())
@@ -117,3 +117,12 @@ def _write(parts: dict[str, Any], path: Path, index: io.BytesIO | None, group: d
         unfinished = path / f"{METADATA_FILE}.part"
         unfinished.write_bytes(index.getbuffer())
         os.replace(unfinished, path / METADATA_FILE)
+
+
+def _write_later(done: Future[None], *arguments: Any) -> None:
+    try:
+        _write(*arguments)
+    except BaseException as e:
+        done.set_exception(e)
+    else:
+        done.set_result(None)
