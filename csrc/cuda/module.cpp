@@ -164,6 +164,7 @@ void bind_memory(nb::module_& m) {
       .def_prop_ro("handle", &Stream::number);
   m.def("be_patient", &be_patient, "seconds"_a);
   m.def("order", &order, "from_stream"_a, "to_stream"_a, Released());
+  m.def("copy", &copy, "target"_a, "source"_a, "bytes"_a, "stream"_a, Released());
 }
 
 nb::dict overdue_dict(const OverdueWait& w) {
