@@ -60,7 +60,7 @@ class GroupReport:
     unsharded_bytes: int
     storage: Literal["ring", "pinned", "torch"]
     topology: str = ""
-    rail: Literal["", "none", "local", "p2p"] = ""
+    rail: Literal["", "none", "local", "p2p", "nccl_rma"] = ""
     schedule: Literal["", "direct", "two-level", "lane"] = ""
     placement: str = ""
     calibration: str = ""

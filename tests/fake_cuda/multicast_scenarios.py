@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 
 import numpy as np
+from ranks import threads
 from stage import MIB, array, calls, finish, memory, play, raises, scenario
 
 os.environ["FAKE_CUDA_MULTICAST"] = "1"
@@ -25,31 +25,6 @@ from tide_strategies.topology import Topology  # noqa: E402
 ENTRY_POINTS = ("Create", "AddDevice", "BindMem", "Unbind", "GetGranularity")
 
 
-def ranks(size, work):
-    """Run ``work(exchange, rank)`` as ranks on threads; what each returned or raised."""
-    payloads, barrier, results = [b""] * size, threading.Barrier(size, timeout=20), [None] * size
-
-    def run(rank):
-        def exchange(payload):
-            payloads[rank] = payload
-            barrier.wait()
-            got = list(payloads)
-            barrier.wait()
-            return got
-
-        try:
-            results[rank] = work(exchange, rank)
-        except Exception as e:
-            results[rank] = e
-
-    threads = [threading.Thread(target=run, args=(r,)) for r in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
 def joined(size=2, nbytes=MIB):
     """Each rank's shared memory and multicast object."""
 
@@ -58,7 +33,7 @@ def joined(size=2, nbytes=MIB):
         shared = share_allocation(exchange, rank, size, 10.0, rank, whole)
         return shared, share_multicast(exchange, rank, size, 10.0, rank, shared)
 
-    made = ranks(size, work)
+    made = threads(size, work)
     assert not any(isinstance(m, Exception) for m in made), made
     return made
 
@@ -108,12 +83,12 @@ def a_device_without_multicast_refuses():
 
 @scenario
 def one_rank_that_refuses_keeps_all_from_it():
-    shared = ranks(2, lambda exchange, rank: share_allocation(exchange, rank, 2, 10.0, rank, 4 * MIB))
+    shared = threads(2, lambda exchange, rank: share_allocation(exchange, rank, 2, 10.0, rank, 4 * MIB))
 
     def work(exchange, rank):  # rank 1 would be on a GPU that rank 0 has
         return share_multicast(exchange, rank, 2, 10.0, 0, shared[0])
 
-    errors = ranks(2, work)
+    errors = threads(2, work)
     assert all(isinstance(e, TideArenaError) and "several ranks share a GPU" in str(e) for e in errors), errors
     assert touched() == 0
 

@@ -21,7 +21,7 @@ from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda import watchdog
 from tide_strategies.runtime.cuda.engine import CudaEngine
 from tide_strategies.runtime.cuda.group import CudaGroup, needed_device_memory
-from tide_strategies.runtime.cuda.memory import share_allocation
+from tide_strategies.runtime.cuda.memory import _map_from, share_allocation
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.group import GroupCollectives, needed_memory
 from tide_strategies.runtime.slots import SlotRing
@@ -58,20 +58,34 @@ def layouts(ranks):
 class MessageRail:
     """A rail that is told nothing but what NCCL's host RMA is: bytes, an offset, a signal; and takes signals in.
 
-    Made of mailboxes in memory of its own: signals of (receiver, counter, sender) are totals in a control's cells.
+    Made of mailboxes in memory of its own: signals of (receiver, counter, sender) are totals in a control's cells. It
+    reaches what is registered on all ranks, which the engine does not.
     """
 
-    def __init__(self, exchange, rank, topology, device, counters):
-        self.rank, self.device, self.engine = rank, device, None
-        n = topology.ranks
+    def __init__(self, exchange, rank, topology, device, timeout_s, book):
+        counters = book.counters
+        self.exchange, self.rank, self.device, self.registered = exchange, rank, device, {}
+        n = self.ranks = topology.ranks
         self.cells = share_allocation(exchange, rank, n, 30.0, device, cuda.Control.control_bytes(n, counters))
         peers = [None if r == rank else m for r, m in enumerate(self.cells.mappings)]
         self.control = cuda.Control(device, n, rank, counters, self.cells.mappings[rank], peers)
         exchange(b"cleared")
         self.sent, self.used = [], 0
 
+    def register(self, space, index, memory):
+        self.registered[space, index] = [memory.address]  # of this rank
+
+    def reach(self, engine):
+        for key, places in self.registered.items():
+            own = engine._memory[key].own
+            assert engine.address(*key, self.rank) == places[0]
+            away = [r for r in range(self.ranks) if r not in engine.topology.node_ranks(self.rank)]
+            assert not any(engine.address(*key, r) for r in away), "the engine maps memory of other nodes"
+            args = self.exchange, self.rank, self.ranks, 30.0, self.device, own, self.ranks
+            self.registered[key] = [_map_from(*args, r) for r in range(self.ranks)]
+
     def put(self, peer, source, nbytes, space, index, offset, counter, stream):
-        there = self.engine.address(space, index, peer) + offset
+        there = self.registered[space, index][peer].address + offset
         ops = [[COPY, 0, 0, 1, 0, 1, nbytes, 0, 0, RAW, RAW]]
         self._run(program(ops, n_bases=2), [source, there], [], stream)
         self.notify(peer, counter, stream)
@@ -100,13 +114,12 @@ class Rank:
     """One rank's engine, groups and streams, and the order in which a training step uses them."""
 
     def __init__(
-        self, rank, exchange, topology, device, *, chunk_bytes, slot_reuse=False, timeout_s=30.0, railed=False
+        self, rank, exchange, topology, device, *, chunk_bytes, slot_reuse=False, timeout_s=30.0, connect=None
     ):
         self.rank, self.topology, self.device = rank, topology, device
         shapes = layouts(topology.ranks)
-        self.rail = None
-        if railed:
-            self.rail = MessageRail(exchange, rank, topology, device, CallBook(topology, 2).counters)
+        args = exchange, rank, topology, device, timeout_s, CallBook(topology, 2)
+        self.rail = None if connect is None else connect(*args)
         self.engine = CudaEngine(
             exchange,
             rank,
@@ -117,8 +130,8 @@ class Rank:
             timeout_s=timeout_s,
             rail=self.rail,
         )
-        if railed:
-            self.rail.engine = self.engine
+        if isinstance(self.rail, MessageRail):
+            self.rail.reach(self.engine)
         ring = SlotRing(lambda: self.engine.add_slot(max(x.landing_bytes for x in shapes), "ring"), 2)
         self.groups = [
             CudaGroup(self.engine, f"group {i}", x, ring, chunk_bytes, FakeKernels(), 4, slot_reuse=slot_reuse)
@@ -219,12 +232,12 @@ def _values(rng, ranks):
     ]
 
 
-def _collectives(rank, exchange, shape, out_item, slot_reuse, chunk_bytes, railed=False):
+def check_collectives(rank, exchange, shape, out_item, slot_reuse, chunk_bytes, connect=None):
     topology = Topology(*shape)
     n = topology.ranks
     full, grads = _values(np.random.default_rng(1), n), _values(np.random.default_rng(100 + rank), n)
     device = rank % 2
-    here = Rank(rank, exchange, topology, device, chunk_bytes=chunk_bytes, slot_reuse=slot_reuse, railed=railed)
+    here = Rank(rank, exchange, topology, device, chunk_bytes=chunk_bytes, slot_reuse=slot_reuse, connect=connect)
     outputs = [[memory(x.output_items * 4, device) for _ in range(TURNS)] for x in layouts(n)]
     for turn in range(TURNS):
         for i, group in enumerate(here.groups):  # both at once, then the reductions behind them
@@ -244,14 +257,14 @@ def _collectives(rank, exchange, shape, out_item, slot_reuse, chunk_bytes, raile
     for number, (want, have) in enumerate(zip(wanted, got, strict=True)):
         assert np.array_equal(array(have, np.uint8, 0, want.size), want), (shape, out_item, number)
     launched = calls("cuLaunchKernel")
-    assert not railed or here.rail.used > 0
+    assert connect is not MessageRail or here.rail.used > 0
     here.engine.close()
     return launched
 
 
-def _check(cases, railed=False):
+def _check(cases, connect=None):
     for shape, out_item, slot_reuse, chunk in cases:
-        found = values(launch(shape[0] * shape[1], _collectives, shape, out_item, slot_reuse, chunk, railed))
+        found = values(launch(shape[0] * shape[1], check_collectives, shape, out_item, slot_reuse, chunk, connect))
         assert all(launches > 0 for launches in found)
 
 
@@ -287,9 +300,9 @@ def a_host_that_waits_for_its_device_before_every_launch_gets_through():
 @scenario
 def nodes_may_be_connected_by_a_rail():
     """One that knows no memory of peers but its own, as between hosts; also where everything is in one queue."""
-    _check([((2, 2), Item.F32, True, 64), ((3, 1), Item.BF16, False, 4096)], railed=True)
+    _check([((2, 2), Item.F32, True, 64), ((3, 1), Item.BF16, False, 4096)], connect=MessageRail)
     os.environ["FAKE_CUDA_CONNECTIONS"] = "1"
-    _check([((2, 2), Item.F32, False, 512)], railed=True)
+    _check([((2, 2), Item.F32, False, 512)], connect=MessageRail)
 
 
 #: That a peer is dead is noticed long before a timeout; that it stalls, at the timeout.

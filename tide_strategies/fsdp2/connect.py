@@ -20,6 +20,7 @@ from tide_strategies.layout import GroupLayout
 from tide_strategies.planner.knobs import Knobs, choose
 from tide_strategies.planner.rates import Rates, built_in
 from tide_strategies.runtime import bootstrap, trace
+from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.exchange import Exchange, exchange_json, process_group_exchange
 from tide_strategies.runtime.group import GroupCollectives, needed_memory
@@ -31,6 +32,7 @@ from tide_strategies.topology import Topology
 if TYPE_CHECKING:
     from tide_strategies.runtime.cuda.engine import CudaEngine
     from tide_strategies.runtime.cuda.group import CudaGroup, Kernels
+    from tide_strategies.runtime.cuda.nccl_rail import NcclRail
 
 
 class Member(Protocol):
@@ -131,22 +133,26 @@ def _connect_cuda(
     from tide_strategies.fsdp2.device_trace import DeviceTrace
     from tide_strategies.runtime.cuda.engine import CudaEngine
     from tide_strategies.runtime.cuda.group import needed_device_memory
+    from tide_strategies.runtime.cuda.nccl_domains import missing_nccl
     from tide_strategies.runtime.cuda.sum_kernels import sum_kernels
 
-    identities = exchange_json(exchange, bootstrap.host_identity())
+    identities = exchange_json(exchange, {**bootstrap.host_identity(), "nccl": missing_nccl()})
     placement = place_devices(identities, stated_topology(config, ranks), config.rail)
     topology = placement.topology
     knobs = solve(topology)
     device = torch.cuda.current_device()
     slot_reuse = config.reduce_scatter.mode == "slot_reuse"
+    slots = len(members) + config.all_gather.slots
     engine = CudaEngine(
         exchange,
         ranks.rank(),
         topology,
         device,
-        slots=len(members) + config.all_gather.slots,
+        slots=slots,
         memory=needed_device_memory((m.layout for m in members), topology, ranks.rank(), knobs.chunk_bytes, slot_reuse),
         timeout_s=config.timeout_s,
+        rail=_device_rail(exchange, ranks.rank(), placement, device, config, slots),
+        host_ranks=placement.host_ranks,
     )
     try:
         groups = _device_groups(engine, members, config, knobs, sum_kernels(device))
@@ -171,6 +177,19 @@ def _connect_cuda(
         member.placement = placement
         adopt(member.group, landing_tensors(member.group, member.layout, window), member.binding)
     return engine, knobs
+
+
+def _device_rail(
+    exchange: Exchange, rank: int, placement: Placement, device: int, config: TideConfig, slots: int
+) -> NcclRail | None:
+    """The rail of an engine with so many slots, if it has one; on every rank, or with a TideArenaError on each."""
+    from tide_strategies.runtime.cuda.nccl_rail import connect_rail
+
+    if placement.rail != "nccl_rma":
+        return None
+    book = CallBook(placement.topology, slots)
+    multicast = config.all_gather.multicast is not False
+    return connect_rail(exchange, rank, placement.topology, device, config.timeout_s, book, multicast=multicast)
 
 
 def _device_groups(

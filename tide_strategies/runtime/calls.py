@@ -46,6 +46,10 @@ class CallBook:
         """The counter with this number, in words."""
         return self._names[number]
 
+    def reduces(self, number: int) -> bool:
+        """Whether it is by reductions that ranks of other nodes are told of the counter with this number."""
+        return self._names[number].split("[")[0] in signals.REDUCING
+
     def tag(self, label: str) -> int:
         """A number for what a call does, alike on all ranks, by which peers notice that they disagree."""
         tag = zlib.crc32(label.encode()) or 1

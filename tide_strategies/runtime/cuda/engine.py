@@ -1,10 +1,10 @@
-"""Device memory, counters and call order of one process group whose ranks drive GPUs of one host.
+"""Device memory, counters and call order of one process group whose ranks drive GPUs.
 
 The CUDA counterpart of ``runtime/engine.py``. Nothing here waits: calls are enqueued on CUDA streams, and waits for
 peers happen on the device. A watchdog thread bounds them (``watchdog.py``).
 
-The host may stand for several nodes. Their ranks map each other's memory all the same, which is the rail between them:
-a put is a copy and a signal, like any other.
+One host may stand for several nodes. Then their ranks map each other's memory all the same, which is the rail between
+them: a put is a copy and a signal, like any other. With a rail of another kind, only the ranks of a node do so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda.fit import fit, without_casts
 from tide_strategies.runtime.cuda.memory import SharedAllocation, share_allocation
-from tide_strategies.runtime.cuda.rail import Cut, DeviceRail, RailCall, cut, enqueue
+from tide_strategies.runtime.cuda.rail import RAILED, Cut, DeviceRail, RailCall, cut, enqueue
 from tide_strategies.runtime.cuda.watchdog import Watchdog
 from tide_strategies.runtime.encode import Base, Encoded, encode
 from tide_strategies.runtime.slots import Landing, Slot
@@ -34,13 +34,13 @@ _URGENT = -1
 
 @dataclass(eq=False)
 class DeviceSlot(Slot):
-    """A slot of device memory on every rank, mapped by all for as long as the slot exists."""
+    """A slot of device memory on every rank, mapped by all who share memory for as long as the slot exists."""
 
     memory: SharedAllocation | None = None
 
     @property
     def addresses(self) -> list[int]:
-        """Where each rank's memory begins in this process."""
+        """Where each rank's memory begins in this process; 0 where it is not mapped."""
         assert self.memory is not None
         return self.memory.addresses
 
@@ -51,12 +51,13 @@ class CudaEngine:
     Args:
         exchange: all-gathers a small payload among the ranks, in rank order.
         rank: this rank in the group.
-        topology: all ranks of the group; several nodes are virtual ones.
+        topology: all ranks of the group; several nodes are virtual ones, unless there is a rail.
         device: this rank's CUDA device ordinal.
         slots: upper bound on landing slots, which sizes the counter table.
         memory: bytes that schedules need on every rank beside their arguments.
         timeout_s: bound of every wait.
-        rail: carries what goes between nodes; None: their ranks reach each other's memory.
+        rail: carries what goes between nodes; None: their ranks reach each other's memory. The engine closes it.
+        host_ranks: so many consecutive ranks are on each host; 0: all are on one.
 
     Raises:
         TideArenaError: on every rank, if device memory cannot be shared between them.
@@ -73,9 +74,12 @@ class CudaEngine:
         memory: Mapping[tuple[Space, int], int],
         timeout_s: float,
         rail: DeviceRail | None = None,
+        host_ranks: int = 0,
     ) -> None:
         self.rank, self.topology, self.device, self.timeout_s = rank, topology, device, timeout_s
         self.rail = rail
+        #: So many consecutive ranks map each other's memory.
+        self._sharing = topology.ranks if rail is None else topology.local_ranks
         self._intakes: dict[str, cuda.Stream] = {}
         self.book = CallBook(topology, slots)
         self._exchange = exchange
@@ -83,17 +87,29 @@ class CudaEngine:
         self.trace: Trace | None = None
         self._slots_used = self._reductions = 0
         self._bytes: dict[str, int] = {}
+        try:
+            self._set_up(memory, host_ranks)
+        except BaseException:
+            if rail is not None:
+                rail.stop()
+            raise
+
+    def _set_up(self, memory: Mapping[tuple[Space, int], int], host_ranks: int) -> None:
+        rank, ranks, device, counters = self.rank, self.topology.ranks, self.device, self.book.counters
         # Who the peers are, whether they live, and why one stopped: kept in a little shared host memory.
-        self.host = SharedArena.create(exchange, rank, topology.ranks, 1, timeout_s)
-        cells = self._share(cuda.Control.control_bytes(topology.ranks, self.book.counters), "control")
+        self.host = SharedArena.create(self._exchange, rank, ranks, 1, self.timeout_s, host_ranks)
+        cells = self._share(cuda.Control.control_bytes(ranks, counters), "control")
         peers = [None if r == rank else m for r, m in enumerate(cells.mappings)]
-        self.control = cuda.Control(device, topology.ranks, rank, self.book.counters, cells.mappings[rank], peers)
+        self.control = cuda.Control(device, ranks, rank, counters, cells.mapping(rank), peers)
         wanted = sorted(memory.items(), key=lambda item: (item[0][0].value, item[0][1]))
         self._memory = {key: self._share(nbytes, key[0].value) for key, nbytes in wanted}
-        exchange(b"ready")  # no rank may write into counters that their owner is still clearing
-        cuda.be_patient(timeout_s + _BEYOND_TIMEOUT_S)
-        stop = (lambda: None) if rail is None else rail.stop
-        self.watchdog = Watchdog(self.control, self.host, self.book, rank, timeout_s, stop)
+        if self.rail is not None:
+            for key in (k for k, _ in wanted if k[0] in RAILED):
+                self.rail.register(*key, self.own(*key))
+        self._exchange(b"ready")  # no rank may write into counters that their owner is still clearing
+        cuda.be_patient(self.timeout_s + _BEYOND_TIMEOUT_S)
+        stop = (lambda: None) if self.rail is None else self.rail.stop
+        self.watchdog = Watchdog(self.control, self.host, self.book, rank, self.timeout_s, stop)
 
     def add_slot(self, nbytes: int, part: str) -> DeviceSlot:
         """Make a landing slot of ``nbytes`` on every rank, counted as ``part``."""
@@ -123,7 +139,7 @@ class CudaEngine:
 
     def own(self, space: Space, index: int) -> cuda.Mapping:
         """A schedule's memory on this rank."""
-        return self._memory[space, index].mappings[self.rank]
+        return self._memory[space, index].mapping(self.rank)
 
     def next_bank(self) -> int:
         """The bank of the next reduction across nodes: they alternate, whichever groups they belong to."""
@@ -135,16 +151,23 @@ class CudaEngine:
         return dict(self._bytes)
 
     def close(self) -> None:
-        """Stop the watchdog and let go of the memory."""
+        """Stop the watchdog and let go of the memory.
+
+        With a rail, all ranks do so, and it waits for what the device has been given, which the watchdog bounds.
+        """
         if self.trace is not None:
             self.trace.close()
+        if self.rail is not None:
+            cuda.settle(self.device, self.timeout_s)
         self.watchdog.close()
         if self.rail is not None:
             self.rail.close()
         self.host.close()
 
     def _share(self, nbytes: int, part: str) -> SharedAllocation:
-        shared = share_allocation(self._exchange, self.rank, self.topology.ranks, self.timeout_s, self.device, nbytes)
+        shared = share_allocation(
+            self._exchange, self.rank, self.topology.ranks, self.timeout_s, self.device, nbytes, self._sharing
+        )
         self._bytes[part] = self._bytes.get(part, 0) + shared.own.bytes
         return shared
 
