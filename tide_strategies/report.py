@@ -45,7 +45,8 @@ class GroupReport:
         storage: "ring", "pinned" or "torch".
         topology: nodes x ranks per node of the ranks that the group is sharded over, such as "2x4"; like the next three
             empty on the stock path.
-        rail: what connects the nodes: "local" (memory that they share), "p2p" (messages), or "none" (one node).
+        rail: what connects the nodes: "local" (memory that they share), "p2p" (messages), "nccl_rma" (puts through
+            NCCL), or "none" (one node).
         schedule: "direct" (one node), "two-level" (several), or "lane" (several with one rank on each).
         placement: why this topology and this rail, in words.
         calibration: what both paths took by themselves, in words; empty if they were not timed (``plan``).
