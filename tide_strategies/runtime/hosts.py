@@ -25,6 +25,7 @@ class Placement:
         why: the reason for both, in words.
         lanes: whether one rank on each node has schedules of its own.
         host_ranks: so many consecutive ranks are on one host, or more of them; 0: all are.
+        multicast: whether GPUs use multicast, and why not, in words; empty for CPU ranks.
     """
 
     topology: Topology
@@ -32,6 +33,7 @@ class Placement:
     why: str
     lanes: bool = True
     host_ranks: int = 0
+    multicast: str = ""
 
     @property
     def schedule(self) -> Literal["direct", "two-level", "lane"]:

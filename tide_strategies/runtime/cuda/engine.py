@@ -10,16 +10,17 @@ them: a put is a copy and a signal, like any other. With a rail of another kind,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from tide_strategies._native import cuda
-from tide_strategies.collectives.schedule import SELF, Schedule, Space
+from tide_strategies.collectives.schedule import NODE, SELF, Schedule, Space
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda.fit import fit, without_casts
 from tide_strategies.runtime.cuda.memory import SharedAllocation, share_allocation
+from tide_strategies.runtime.cuda.multicast import share_multicast
 from tide_strategies.runtime.cuda.rail import RAILED, Cut, DeviceRail, RailCall, cut, enqueue
 from tide_strategies.runtime.cuda.watchdog import Watchdog
 from tide_strategies.runtime.encode import Base, Encoded, encode
@@ -38,12 +39,6 @@ class DeviceSlot(Slot):
 
     memory: SharedAllocation | None = None
 
-    @property
-    def addresses(self) -> list[int]:
-        """Where each rank's memory begins in this process; 0 where it is not mapped."""
-        assert self.memory is not None
-        return self.memory.addresses
-
 
 class CudaEngine:
     """Everything that the collectives of one process group share on this rank.
@@ -57,6 +52,7 @@ class CudaEngine:
         memory: bytes that schedules need on every rank beside their arguments.
         timeout_s: bound of every wait.
         rail: carries what goes between nodes; None: their ranks reach each other's memory. The engine closes it.
+        multicast: landings and inboxes can be addressed on all ranks of a node at once.
         host_ranks: so many consecutive ranks are on each host; 0: all are on one.
 
     Raises:
@@ -74,10 +70,11 @@ class CudaEngine:
         memory: Mapping[tuple[Space, int], int],
         timeout_s: float,
         rail: DeviceRail | None = None,
+        multicast: bool = False,
         host_ranks: int = 0,
     ) -> None:
         self.rank, self.topology, self.device, self.timeout_s = rank, topology, device, timeout_s
-        self.rail = rail
+        self.rail, self.multicast = rail, multicast
         #: So many consecutive ranks map each other's memory.
         self._sharing = topology.ranks if rail is None else topology.local_ranks
         self._intakes: dict[str, cuda.Stream] = {}
@@ -102,7 +99,7 @@ class CudaEngine:
         peers = [None if r == rank else m for r, m in enumerate(cells.mappings)]
         self.control = cuda.Control(device, ranks, rank, counters, cells.mapping(rank), peers)
         wanted = sorted(memory.items(), key=lambda item: (item[0][0].value, item[0][1]))
-        self._memory = {key: self._share(nbytes, key[0].value) for key, nbytes in wanted}
+        self._memory = {k: self._share(nbytes, k[0].value, k[0] is Space.INBOX) for k, nbytes in wanted}
         if self.rail is not None:
             for key in (k for k, _ in wanted if k[0] in RAILED):
                 self.rail.register(*key, self.own(*key))
@@ -113,7 +110,7 @@ class CudaEngine:
 
     def add_slot(self, nbytes: int, part: str) -> DeviceSlot:
         """Make a landing slot of ``nbytes`` on every rank, counted as ``part``."""
-        shared = self._share(max(nbytes, 1), part)
+        shared = self._share(max(nbytes, 1), part, everywhere=True)
         self._slots_used += 1
         return DeviceSlot(self._slots_used - 1, (shared.own,), memory=shared)
 
@@ -134,8 +131,12 @@ class CudaEngine:
         return RailedCollective(self, made, label, self.rail, intake.handle)
 
     def address(self, space: Space, index: int, at: int) -> int:
-        """Address in this process of a schedule's memory on rank ``at`` (or SELF)."""
-        return self._memory[space, index].addresses[self.rank if at == SELF else at]
+        """Address in this process of a schedule's memory on rank ``at`` (or SELF, or NODE)."""
+        return self.within(self._memory[space, index], at)
+
+    def within(self, shared: SharedAllocation, at: int) -> int:
+        """Address in this process of memory on rank ``at`` (or SELF, or NODE)."""
+        return shared.everywhere if at == NODE else shared.addresses[self.rank if at == SELF else at]
 
     def own(self, space: Space, index: int) -> cuda.Mapping:
         """A schedule's memory on this rank."""
@@ -164,10 +165,15 @@ class CudaEngine:
             self.rail.close()
         self.host.close()
 
-    def _share(self, nbytes: int, part: str) -> SharedAllocation:
-        shared = share_allocation(
-            self._exchange, self.rank, self.topology.ranks, self.timeout_s, self.device, nbytes, self._sharing
-        )
+    def _share(self, nbytes: int, part: str, everywhere: bool = False) -> SharedAllocation:
+        """Memory on every rank, counted as ``part``; ``everywhere``: by multicast too, if the engine has that."""
+        ranks, local, everywhere = self.topology.ranks, self.topology.local_ranks, everywhere and self.multicast
+        if everywhere:
+            nbytes = cuda.Multicast.whole_bytes(self.device, local, nbytes)
+        where = self._exchange, self.rank, ranks, self.timeout_s, self.device
+        shared = share_allocation(*where, nbytes, self._sharing)
+        if everywhere:
+            shared = replace(shared, multicast=share_multicast(*where, shared, local))
         self._bytes[part] = self._bytes.get(part, 0) + shared.own.bytes
         return shared
 
@@ -189,14 +195,20 @@ class CudaCollective:
         """Memory that a call needs addresses of, after its inputs."""
         return self._encoded.bases
 
-    def addresses(self, landing: Sequence[int] = (), output: int = 0) -> list[int]:
-        """Addresses of everything but the inputs; ``landing`` has one per rank."""
-        own = self._engine.rank
-        where = {Space.LANDING: lambda at: landing[own if at < 0 else at], Space.OUTPUT: lambda at: output}
-        return [
-            where[space](at) if space in where else self._engine.address(space, index, at)
-            for space, index, at in self._encoded.bases
-        ]
+    def addresses(self, slot: DeviceSlot | None = None, output: int = 0) -> list[int]:
+        """Addresses of everything but the inputs; ``slot`` is where the landing is."""
+        engine = self._engine
+
+        def address(space: Space, index: int, at: int) -> int:
+            if space is Space.OUTPUT:
+                return output
+            if space is not Space.LANDING:
+                return engine.address(space, index, at)
+            assert slot is not None
+            assert slot.memory is not None
+            return engine.within(slot.memory, at)
+
+        return [address(*base) for base in self._encoded.bases]
 
     def begin(self, inputs: Sequence[int], others: Sequence[int], tag: int, slot: int = 0, divisor: float = 1.0) -> Any:
         """Take the next place in the order of calls.

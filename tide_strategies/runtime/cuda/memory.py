@@ -17,15 +17,23 @@ class SharedAllocation:
         own: this rank's allocation.
         mappings: every rank's, as mapped in this process, in rank order; gone with this object. None where this rank
             does not reach it.
+        multicast: what stands for the memory of all who share it, if they have that.
     """
 
     own: cuda.Allocation
     mappings: tuple[cuda.Mapping | None, ...]
+    multicast: cuda.Multicast | None = None
 
     @property
     def addresses(self) -> list[int]:
         """Where each rank's memory begins in this process; 0 where it is not mapped."""
         return [0 if m is None else m.address for m in self.mappings]
+
+    @property
+    def everywhere(self) -> int:
+        """The address that stands for the memory of all who share it."""
+        assert self.multicast is not None
+        return self.multicast.address
 
     def mapping(self, rank: int) -> cuda.Mapping:
         """The memory of a rank that this one reaches."""
