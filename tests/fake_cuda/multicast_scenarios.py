@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import numpy as np
+from nodes_scenarios import check_collectives
 from ranks import threads
 from stage import MIB, array, calls, finish, memory, play, raises, scenario
 
@@ -14,11 +15,18 @@ for switch in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_
 
 from tide_strategies._native import cuda  # noqa: E402
 from tide_strategies.collectives.all_gather import all_gather  # noqa: E402
+from tide_strategies.collectives.plan import BasePlan  # noqa: E402
 from tide_strategies.collectives.schedule import Item, Space  # noqa: E402
 from tide_strategies.errors import TideArenaError  # noqa: E402
 from tide_strategies.layout import GroupLayout, ParamShape  # noqa: E402
 from tide_strategies.runtime.cuda.memory import share_allocation  # noqa: E402
-from tide_strategies.runtime.cuda.multicast import landing_kernel, landing_macros, share_multicast  # noqa: E402
+from tide_strategies.runtime.cuda.multicast import (  # noqa: E402
+    landing_kernel,
+    landing_macros,
+    multicast_facts,
+    share_multicast,
+    why_unicast,
+)
 from tide_strategies.runtime.encode import encode  # noqa: E402
 from tide_strategies.topology import Topology  # noqa: E402
 
@@ -235,6 +243,51 @@ def _land(made, table, rows, partial, output, accumulate, random):
     )
     finish(0)
     assert np.array_equal(got[: old.size], expected), (partial, output, accumulate)
+
+
+@scenario
+def collectives_of_nodes_use_it():
+    """One copy lands a shard on all GPUs of a node, the switch adds partials; the bytes are those of the CPU."""
+    os.environ["FAKE_CUDA_MEMORY"] = str(1 << 30)  # several ranks have one device
+    for shape, out_item, slot_reuse, passes in (
+        ((1, 2), Item.F32, False, 1),
+        ((2, 2), Item.BF16, True, 3),
+        ((3, 2), Item.F32, False, 2),
+        ((3, 2), Item.BF16, False, 1),  # two waves: added up beside the output
+    ):
+        ranks, plan = shape[0] * shape[1], None
+        if shape[0] > 1:
+            plan = BasePlan(*shape, shape[1], 2, slot_reuse, passes)
+
+        def work(exchange, rank, *case, plan=plan):
+            return check_collectives(rank, exchange, *case, 512, multicast=True, plan=plan)
+
+        before = touched()
+        case = shape, out_item, slot_reuse
+        found = threads(ranks, lambda e, r, c=case: work(e, r, *c), timeout_s=60.0)
+        assert all(isinstance(launched, int) and launched > 0 for launched in found), found
+        assert touched() > before
+
+
+@scenario
+def whether_it_is_used_is_decided_from_what_all_ranks_say():
+    def facts(*refusals, uuids="abcd"):
+        return [{"refusal": r, "uuid": u} for r, u in zip(refusals, uuids, strict=True)]
+
+    yes, four, two = facts("", "", "", ""), Topology(1, 4), Topology(2, 2)
+    assert why_unicast(yes, four, "auto") == why_unicast(yes, four, True) == ""
+    assert why_unicast(yes, four, False) == "all_gather.multicast is off"
+    assert why_unicast(yes, Topology(4, 1), True) == "a node has one rank"
+    assert why_unicast(facts("", "", "no switch", ""), four, True) == "rank 2: no switch"
+    assert why_unicast(yes, two, "auto") == "a node has 2 ranks, which gain nothing by it"
+    assert why_unicast(yes, two, True) == ""
+    assert why_unicast(facts("", "", "", "", uuids="abab"), two, True) == ""  # of different nodes
+    assert why_unicast(facts("", "", "", "", uuids="aabb"), two, True) == "several ranks share a GPU"
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    said = multicast_facts(1)
+    assert (said["refusal"], bool(said["uuid"])) == ("it is switched off (NCCL_NVLS_ENABLE=0)", True)
+    assert why_unicast([said] * 4, four, True) == "rank 0: it is switched off (NCCL_NVLS_ENABLE=0)"
+    assert touched() == 0
 
 
 @scenario

@@ -22,6 +22,7 @@ from tide_strategies.runtime.cuda import watchdog
 from tide_strategies.runtime.cuda.engine import CudaEngine
 from tide_strategies.runtime.cuda.group import CudaGroup, needed_device_memory
 from tide_strategies.runtime.cuda.memory import _map_from, share_allocation
+from tide_strategies.runtime.cuda.multicast import landing_kernel
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.group import GroupCollectives, needed_memory
 from tide_strategies.runtime.slots import SlotRing
@@ -34,7 +35,10 @@ STREAMS = ("cast", "rail", "place", "completion", "readiness", "push", "sum", "n
 
 
 class FakeKernels:
-    """Kernels of the fake driver, in the place of Triton's."""
+    """Kernels of the fake driver, in the place of Triton's and of what NVRTC compiles."""
+
+    def __init__(self, device=0):
+        self.device = device
 
     def sum(self, staged, pointers, grad, output, aligned):
         dtypes = [0 if item is Item.F32 else 1 for item in (grad, output)]
@@ -44,6 +48,10 @@ class FakeKernels:
     def land(self, sources, pointers, output, accumulate, aligned):
         count = pointer_count(pointers)
         return self._kernel(fake.fake_land_function(sources, output is Item.BF16, bool(accumulate), count, 2), count)
+
+    def land_multicast(self, output, accumulate):
+        image = f"fp32 {'bf16' if output is Item.BF16 else 'fp32'} {'accumulate' if accumulate else 'store'}".encode()
+        return landing_kernel(self.device, Item.F32, output, accumulate, lambda *_: image)
 
     def _kernel(self, function, pointers):
         return SimpleNamespace(
@@ -114,7 +122,18 @@ class Rank:
     """One rank's engine, groups and streams, and the order in which a training step uses them."""
 
     def __init__(
-        self, rank, exchange, topology, device, *, chunk_bytes, slot_reuse=False, timeout_s=30.0, connect=None
+        self,
+        rank,
+        exchange,
+        topology,
+        device,
+        *,
+        chunk_bytes,
+        slot_reuse=False,
+        timeout_s=30.0,
+        connect=None,
+        multicast=False,
+        plan=None,
     ):
         self.rank, self.topology, self.device = rank, topology, device
         shapes = layouts(topology.ranks)
@@ -126,15 +145,19 @@ class Rank:
             topology,
             device,
             slots=2,
-            memory=needed_device_memory(shapes, topology, rank, chunk_bytes, slot_reuse),
+            memory=needed_device_memory(
+                shapes, topology, rank, chunk_bytes, slot_reuse, plan=plan, multicast=multicast
+            ),
             timeout_s=timeout_s,
             rail=self.rail,
+            multicast=multicast,
         )
         if isinstance(self.rail, MessageRail):
             self.rail.reach(self.engine)
         ring = SlotRing(lambda: self.engine.add_slot(max(x.landing_bytes for x in shapes), "ring"), 2)
+        common = chunk_bytes, FakeKernels(device), 4
         self.groups = [
-            CudaGroup(self.engine, f"group {i}", x, ring, chunk_bytes, FakeKernels(), 4, slot_reuse=slot_reuse)
+            CudaGroup(self.engine, f"group {i}", x, ring, *common, slot_reuse=slot_reuse, plan=plan)
             for i, x in enumerate(shapes)
         ]
         self.streams = {name: cuda.Stream(device, -1) for name in STREAMS}
@@ -160,10 +183,10 @@ class Rank:
     def gather(self, group, shards):
         slot = group.occupy()
         group.open(slot, self.stream("cast"))
-        # The own landing is written first by the cast on one node, else by the stream that places.
+        # The own landing is written first by the cast, else by the stream that places.
         self.cast(group, shards)
         group.send(self.stream("cast"), self.stream("rail"), self.stream("place"))
-        last = "place" if self.topology.nodes > 1 else "cast"
+        last = "place" if group.staged else "cast"
         cuda.order(self.stream(last), self.stream("completion"))
         group.complete(self.stream("completion"))
 
@@ -232,12 +255,15 @@ def _values(rng, ranks):
     ]
 
 
-def check_collectives(rank, exchange, shape, out_item, slot_reuse, chunk_bytes, connect=None):
+def check_collectives(rank, exchange, shape, out_item, slot_reuse, chunk_bytes, connect=None, **more):
+    """Run and check all-gathers and reductions on one rank; how many kernels the device has launched."""
     topology = Topology(*shape)
     n = topology.ranks
     full, grads = _values(np.random.default_rng(1), n), _values(np.random.default_rng(100 + rank), n)
     device = rank % 2
-    here = Rank(rank, exchange, topology, device, chunk_bytes=chunk_bytes, slot_reuse=slot_reuse, connect=connect)
+    here = Rank(
+        rank, exchange, topology, device, chunk_bytes=chunk_bytes, slot_reuse=slot_reuse, connect=connect, **more
+    )
     outputs = [[memory(x.output_items * 4, device) for _ in range(TURNS)] for x in layouts(n)]
     for turn in range(TURNS):
         for i, group in enumerate(here.groups):  # both at once, then the reductions behind them
