@@ -234,6 +234,9 @@ class cuda:
     @staticmethod
     def be_patient(seconds: float) -> None:
         """Let the host wait for the device this long where it has to, if that is longer than what was set before."""
+    @staticmethod
+    def settle(device: int, seconds: float) -> bool:
+        """Wait until the device is through with everything that it has been given; False if it takes longer."""
 
     class Allocation:
         """Physical memory of a device that other processes can map. ``OSError`` (ENOMEM) if there is not enough."""
