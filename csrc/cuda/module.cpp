@@ -168,6 +168,7 @@ void bind_memory(nb::module_& m) {
     return settle(Device::get(device), static_cast<int64_t>(std::min(seconds, 1e9) * 1e9));
   }, "device"_a, "seconds"_a, Released());
   m.def("order", &order, "from_stream"_a, "to_stream"_a, Released());
+  m.def("copy", &copy, "target"_a, "source"_a, "bytes"_a, "stream"_a, Released());
 }
 
 nb::dict overdue_dict(const OverdueWait& w) {
