@@ -272,12 +272,14 @@ def check_collectives(rank, exchange, shape, out_item, slot_reuse, chunk_bytes, 
         for i, group in enumerate(here.groups):
             here.reduce(group, grads[i][turn], outputs[i][turn], out_item, 4.0)
         here.finish()
+        exchange(b"")  # on a device that threads share, what one gives it then another would wait for
         for i, group in enumerate(here.groups):
             for p, want in enumerate(full[i][turn]):
                 got = array(group.landing.window, np.uint16, group.layout.landing_base(p), want.size)
                 assert np.array_equal(got, want.ravel()), (shape, turn, i, p)
             here.vacate(group)
     here.finish()
+    exchange(b"")
     wanted = cpu_sums(rank, exchange, topology, grads, out_item, 4.0)
     got = [outputs[i][turn] for i in range(len(here.groups)) for turn in range(TURNS)]
     for number, (want, have) in enumerate(zip(wanted, got, strict=True)):

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from tide_strategies.collectives.all_gather import all_gather, reuse
 from tide_strategies.collectives.all_gather_nodes import all_gather_nodes, slot_offsets
 from tide_strategies.collectives.plan import BasePlan
+from tide_strategies.collectives.rail_lane import WAVE_WIDTH
 from tide_strategies.collectives.reduce_scatter import BANKS, reduce_scatter
 from tide_strategies.collectives.schedule import Item, Schedule, Space
 from tide_strategies.collectives.two_level import default_plan
@@ -69,14 +70,32 @@ def needed_device_memory(
 
 def _all_gather_schedule(layout: GroupLayout, topology: Topology, rank: int, multicast: bool) -> Schedule:
     items = [Item.of_size(p.itemsize) for p in layout.params]
-    # With one rank a node too: a rail between hosts would not reach landings of other nodes.
+    # With one rank a node too: leave to write into a landing comes when compute is through with it, and a rail that
+    # does one thing after the other (``nccl_rail``) would hold up all later all-gathers until then.
     build = all_gather_nodes if topology.nodes > 1 or multicast else all_gather
     return build(layout, topology, rank, items, shared_landing=multicast, interleave=False)
 
 
 def _plan(topology: Topology, slot_reuse: bool, stated: BasePlan | None) -> BasePlan | None:
-    """Of reductions across nodes, with one rank a node too; all calls of an engine have the same but for the mode."""
-    return replace(stated or default_plan(topology), slot_reuse=slot_reuse) if topology.nodes > 1 else None
+    """Of reductions across nodes, but for those of a lane; all calls of an engine have the same but for the mode."""
+    if topology.nodes == 1 or reduces_as_lane(topology):
+        return None
+    return replace(stated or default_plan(topology), slot_reuse=slot_reuse)
+
+
+def reduces_as_lane(topology: Topology) -> bool:
+    """Whether reductions are those of a rail lane (``collectives/rail_lane.py``): one rank a node, and few nodes.
+
+    The summing kernel adds contributions of one wave, and not to what an earlier wave has left.
+    """
+    return topology.lane and topology.nodes <= WAVE_WIDTH
+
+
+def _reuse_schedule(topology: Topology, rank: int) -> Schedule:
+    if not topology.lane:
+        return reuse(topology, rank)
+    # Nobody else writes into the landing (:func:`_all_gather_schedule`), and so nobody is told.
+    return Schedule("reuse", rank, topology.ranks, {"completion": (), "readiness": ()}, {})
 
 
 class SumKernel(Protocol):
@@ -139,7 +158,7 @@ class CudaGroup(LandingGroup):
         self._plan = _plan(engine.topology, slot_reuse, plan)
         schedule = _all_gather_schedule(layout, engine.topology, engine.rank, engine.multicast)
         self._all_gather = engine.collective(schedule, len(layout.params), f"all-gather of {name!r}")
-        self._reuse = engine.collective(reuse(engine.topology, engine.rank), 0, f"reuse of {name!r}")
+        self._reuse = engine.collective(_reuse_schedule(engine.topology, engine.rank), 0, f"reuse of {name!r}")
         self._no_shards = [0] * len(layout.params)  # the caller's cast puts them where they are sent from
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
         self._reductions: dict[tuple[tuple[int, ...], Item, Item, int, bool], _Reduction] = {}
@@ -267,14 +286,15 @@ class CudaGroup(LandingGroup):
     ) -> None:
         """Enqueue the reduction of the gradients of ``params`` on the (push, sum, network) streams.
 
-        The gradients have been read once push and sum have run. The result is at ``output_address`` once network has,
-        or sum on one node, where network may be left out.
+        The gradients have been read once push and sum have run (a lane has a push stream alone for that). The result is
+        at ``output_address`` once network has, or sum on one node, where network may be left out.
         """
         bank = self._engine.next_bank() if self.several_nodes else 0
         reduction = self._reduction(params, grad, output, bank, self._aligned(params, [*gradients, output_address]))
         collective = reduction.collective
         call = collective.begin(gradients, collective.addresses(output=output_address), reduction.tag, 0, divisor)
-        collective.enqueue_streams(call, dict(zip(("push", "sum", "network"), streams, strict=False)))
+        named = dict(zip(("push", "sum", "network"), streams, strict=False))
+        collective.enqueue_streams(call, {**named, "read": streams[0]})
         self.reduce_scatters.calls += 1
         self.reduce_scatters.bytes += reduction.bytes
 
