@@ -197,10 +197,9 @@ class CudaGroup(LandingGroup):
         return slot
 
     def prepare_casts(self) -> None:
-        """Let a kernel of ours cast fp32 shards to bf16, which then is part of :meth:`send`: its few thread blocks, as
-        many as a sum has, leave most of the device to the computation beside it.
+        """Let a kernel of ours cast fp32 shards to bf16, which then is part of :meth:`send`.
 
-        Only if shards are not :attr:`staged`; otherwise the caller goes on casting.
+        It has twice the thread blocks of a sum: those keep pace with links, a cast with memory. Only if shards are not :attr:`staged`; otherwise the caller goes on casting.
         """
         if self.staged:
             return
@@ -210,7 +209,7 @@ class CudaGroup(LandingGroup):
         self._cast_aligned = self._aligned(range(len(shards)), ()) and sums_aligned(casts_by_kernel(schedule), False)
         if collective.program.sum_kinds:  # this rank has something of them
             kernel = self._kernels.sum(0, len(shards), Item.F32, Item.BF16, self._cast_aligned)
-            self._set_kernel(collective, 0, kernel, self._ctas[False])
+            self._set_kernel(collective, 0, kernel, 2 * self._ctas[False])
             self._cast_kernels = (kernel,)
         self._casting = collective
 
