@@ -13,13 +13,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from nodes_scenarios import FakeKernels, bf16
+from nodes_scenarios import FakeKernels, MessageRail, bf16
 from ranks import launch, values
 from stage import COPY, MIB, RAW, array, fake, memory, play, program, scenario, until
 
 from tide_strategies._native import cuda
 from tide_strategies.fsdp2.cuda_path import CudaLanding, CudaPath, CudaStreams
 from tide_strategies.layout import GroupLayout, ParamShape
+from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda.engine import CudaEngine
 from tide_strategies.runtime.cuda.group import CudaGroup, needed_device_memory
 from tide_strategies.runtime.slots import SlotRing
@@ -122,13 +123,17 @@ class Torch:
 class Trainer:
     """One rank: groups, what FSDP2 does with them in a step, and what it found in the landings."""
 
-    def __init__(self, rank, exchange, topology, slot_reuse):
+    def __init__(self, rank, exchange, topology, slot_reuse, connect=None):
         self.rank, self.n, device = rank, topology.ranks, rank % 2
         Torch.install(device)
         self.pool, self.end = memory(2 * MIB, device), 0
         self.layout = GroupLayout(tuple(ParamShape(*s, 2) for s in SHAPES), self.n)
         needed = needed_device_memory([self.layout], topology, rank, CHUNK, slot_reuse)
-        self.engine = CudaEngine(exchange, rank, topology, device, slots=3, memory=needed, timeout_s=10.0)
+        rail = None if connect is None else connect(exchange, rank, topology, device, 10.0, CallBook(topology, 3))
+        common = {"slots": 3, "memory": needed, "timeout_s": 10.0, "rail": rail}
+        self.engine = CudaEngine(exchange, rank, topology, device, **common)
+        if rail is not None:
+            rail.reach(self.engine)
         ring = SlotRing(lambda: self.engine.add_slot(self.layout.landing_bytes, "ring"), 2)
         streams, self.paths, self.landings = CudaStreams(Torch.device), [], []
         for i in range(GROUPS):
@@ -245,8 +250,8 @@ def gradients(i, step, rank):
     return [rng.integers(-8, 9, s).astype(np.float64) for s in SHAPES]
 
 
-def _steps(rank, exchange, shape, slot_reuse):
-    trainer = Trainer(rank, exchange, Topology(*shape), slot_reuse)
+def _steps(rank, exchange, shape, slot_reuse, connect=None):
+    trainer = Trainer(rank, exchange, Topology(*shape), slot_reuse, connect)
     for step in range(STEPS):  # the host never waits
         trainer.train(step)
     trainer.check()
@@ -254,8 +259,8 @@ def _steps(rank, exchange, shape, slot_reuse):
 
 
 def _check(cases):
-    for shape, slot_reuse in cases:
-        assert set(values(launch(shape[0] * shape[1], _steps, shape, slot_reuse))) == {GROUPS * STEPS}
+    for shape, *how in cases:
+        assert set(values(launch(shape[0] * shape[1], _steps, shape, *how))) == {GROUPS * STEPS}
 
 
 @scenario
@@ -266,7 +271,7 @@ def steps_are_right():
 @scenario
 def steps_on_one_hardware_queue():
     os.environ["FAKE_CUDA_CONNECTIONS"] = "1"
-    _check([((1, 2), False), ((2, 2), False)])
+    _check([((1, 2), False), ((2, 2), False, MessageRail)])  # a rail of NCCL's keeps the order of what it is given, too
 
 
 @scenario
