@@ -77,7 +77,8 @@ class Buffer:
         assert math.prod(shape) == self.items
         return self
 
-    def numbers(self, dtype=np.uint16):
+    def numbers(self, dtype=None):
+        dtype = dtype or {torch.bfloat16: np.uint16, torch.float32: np.float32}[self.dtype]
         return array(self.owner, dtype, self.at, self.items)
 
 
@@ -88,6 +89,7 @@ class Torch:
     current: Stream
     control: cuda.Control
     copies: list = []  # noqa: RUF012 - programs of a process
+    casts = 0  # copies from one element type to another, which the fake driver cannot make
 
     @classmethod
     def install(cls, device):
@@ -111,7 +113,9 @@ class Torch:
         ops, bases = [], []
         for target, source in zip(targets, sources, strict=True):
             assert target.items == source.items
-            if source.items:
+            if source.dtype is not target.dtype:
+                cls.casts += 1
+            elif source.items:
                 n = len(bases)
                 ops.append([COPY, n, 0, n + 1, 0, 1, source.items * source.dtype.itemsize, 0, 0, RAW, RAW])
                 bases += [source.data_ptr(), target.data_ptr()]
@@ -123,10 +127,11 @@ class Torch:
 class Trainer:
     """One rank: groups, what FSDP2 does with them in a step, and what it found in the landings."""
 
-    def __init__(self, rank, exchange, topology, slot_reuse, connect=None):
+    def __init__(self, rank, exchange, topology, slot_reuse, masters=None, connect=None):
         self.rank, self.n, device = rank, topology.ranks, rank % 2
         Torch.install(device)
-        self.pool, self.end = memory(2 * MIB, device), 0
+        self.pool, self.end = memory(4 * MIB, device), 0
+        self.dtype = torch.bfloat16 if masters is None else torch.float32
         self.layout = GroupLayout(tuple(ParamShape(*s, 2) for s in SHAPES), self.n)
         needed = needed_device_memory([self.layout], topology, rank, CHUNK, slot_reuse)
         rail = None if connect is None else connect(exchange, rank, topology, device, 10.0, CallBook(topology, 3))
@@ -144,13 +149,16 @@ class Trainer:
             own = [Buffer(holder, at, self.layout.shard_items(p)) for p, at in enumerate(offsets)]
             window = group.landing.window
             whole = [Buffer(window, self.layout.landing_base(p), self.layout.shard_items(p) * self.n) for p in range(3)]
-            self.paths.append(CudaPath(group, streams, CudaLanding(own, whole if slot_reuse else None)))
+            if masters:
+                group.prepare_casts()
+            landing = CudaLanding(own, whole if slot_reuse else None, masters=masters is not None)
+            self.paths.append(CudaPath(group, streams, landing))
             self.landings.append(whole)
         self.compute, self.scatter = Torch.current, Stream(Torch.device)
         copy_in, gather = Stream(Torch.device), Stream(Torch.device)
         context = SimpleNamespace(get_all_gather_streams=lambda *_: (copy_in, gather))
         self.group = SimpleNamespace(comm_ctx=context, unshard_async_op=False, _training_state=None)
-        self.shards = [[self.buffer(self.layout.shard_items(p)) for p in range(3)] for _ in range(GROUPS)]
+        self.shards = [[self.buffer(self.layout.shard_items(p), self.dtype) for p in range(3)] for _ in range(GROUPS)]
         self.garbage = [self.buffer(r * k) for r, k in SHAPES]
         self.seen, self.outputs, self.states = [], [], []
 
@@ -160,9 +168,9 @@ class Trainer:
         assert self.end <= self.pool.bytes
         return Buffer(self.pool, at, items, dtype)
 
-    def filled(self, numbers):
-        buffer = self.buffer(numbers.size)
-        buffer.numbers()[:] = bf16(numbers.ravel())
+    def filled(self, numbers, dtype=torch.bfloat16):
+        buffer = self.buffer(numbers.size, dtype)
+        buffer.numbers()[:] = bf16(numbers.ravel()) if dtype is torch.bfloat16 else numbers.ravel()
         return buffer
 
     def padded(self, numbers, p):
@@ -179,7 +187,7 @@ class Trainer:
     def train(self, step):
         for i, shards in enumerate(self.shards):  # the optimizer's work
             own = [self.padded(x, p).reshape(self.n, -1)[self.rank] for p, x in enumerate(parameters(i, step))]
-            Torch.foreach_copy(shards, [self.filled(x) for x in own])
+            Torch.foreach_copy(shards, [self.filled(x, self.dtype) for x in own])
         for stream in self.group.comm_ctx.get_all_gather_streams():  # as FSDP2's root does
             stream.wait_stream(self.compute)
         for i, path in enumerate(self.paths):
@@ -250,11 +258,12 @@ def gradients(i, step, rank):
     return [rng.integers(-8, 9, s).astype(np.float64) for s in SHAPES]
 
 
-def _steps(rank, exchange, shape, slot_reuse, connect=None):
-    trainer = Trainer(rank, exchange, Topology(*shape), slot_reuse, connect)
+def _steps(rank, exchange, shape, slot_reuse, masters=None, connect=None):
+    trainer = Trainer(rank, exchange, Topology(*shape), slot_reuse, masters, connect)
     for step in range(STEPS):  # the host never waits
         trainer.train(step)
     trainer.check()
+    assert Torch.casts == 0
     return len(trainer.outputs)
 
 
@@ -269,9 +278,37 @@ def steps_are_right():
 
 
 @scenario
+def casts_of_masters_are_part_of_the_all_gather():
+    assert set(values(launch(3, _steps, (1, 3), False, True))) == {GROUPS * STEPS}
+
+
+def _left_to_torch(rank, exchange, prepared):
+    trainer = Trainer(rank, exchange, Topology(1, 2), False, prepared)
+    shards = trainer.shards[0]
+    if prepared:
+        trainer.paths[0].collectives._cast_aligned = True
+        shards[0] = Buffer(trainer.pool, shards[0].at + 4, shards[0].items, shards[0].dtype)
+    for stream in trainer.group.comm_ctx.get_all_gather_streams():
+        stream.wait_stream(trainer.compute)
+    trainer.paths[0].all_gather(trainer.group, shards, None)
+    trainer.paths[0].wait()
+    trainer.paths[0].vacate()
+    trainer.check()
+    return Torch.casts
+
+
+@scenario
+def torch_casts_what_the_kernel_is_not_made_for():
+    """Without a kernel, and where a shard has moved to an address that an aligned one cannot read."""
+    for prepared in (False, True):
+        assert values(launch(2, _left_to_torch, prepared)) == [3, 3]
+
+
+@scenario
 def steps_on_one_hardware_queue():
+    """With a rail as well: NCCL, too, lets what it is given happen in that order."""
     os.environ["FAKE_CUDA_CONNECTIONS"] = "1"
-    _check([((1, 2), False), ((2, 2), False, MessageRail)])  # a rail of NCCL's keeps the order of what it is given, too
+    _check([((1, 2), False), ((2, 2), False, None, MessageRail)])
 
 
 @scenario

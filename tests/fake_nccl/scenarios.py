@@ -88,6 +88,15 @@ def two_copies_are_refused():
 
 
 @scenario
+def of_two_copies_the_one_that_everybody_calls_is_used():
+    """As with a preloaded one, beside which torch loads its own by path."""
+    ctypes.CDLL(os.environ["TIDE_OTHER_NCCL"])
+    ctypes.CDLL(os.environ["TIDE_FAKE_NCCL"], ctypes.RTLD_GLOBAL)
+    assert missing_nccl() is None
+    assert nccl.probe()["path"] == os.environ["TIDE_FAKE_NCCL"]
+
+
+@scenario
 def an_old_library_is_told_from_a_maimed_one():
     """FAKE_NCCL_VERSION is 22809, as torch 2.11 brings it; then an old one that claims to be new."""
     load()

@@ -18,7 +18,7 @@ from tide_strategies._native import cuda
 from tide_strategies.collectives.schedule import NODE, SELF, Schedule, Space
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
-from tide_strategies.runtime.cuda.fit import fit, without_casts
+from tide_strategies.runtime.cuda.fit import casts_by_kernel, fit, without_casts
 from tide_strategies.runtime.cuda.memory import SharedAllocation, share_allocation
 from tide_strategies.runtime.cuda.multicast import share_multicast
 from tide_strategies.runtime.cuda.rail import RAILED, Cut, DeviceRail, RailCall, cut, enqueue
@@ -129,6 +129,11 @@ class CudaEngine:
             intake = self._intakes[schedule.name] = cuda.Stream(self.device, _URGENT)
         made = cut(without_casts(schedule), node, inputs, program)
         return RailedCollective(self, made, label, self.rail, intake.handle)
+
+    def casting_collective(self, schedule: Schedule, inputs: int, label: str) -> CudaCollective:
+        """Make a schedule of one node callable, with casts by kernels of ours."""
+        program = partial(cuda.Program, readers=list(self.topology.node_ranks(self.rank)))
+        return CudaCollective(self, encode(casts_by_kernel(schedule), inputs, program), label)
 
     def address(self, space: Space, index: int, at: int) -> int:
         """Address in this process of a schedule's memory on rank ``at`` (or SELF, or NODE)."""

@@ -19,7 +19,7 @@ from tide_strategies.collectives.schedule import Item, Schedule, Space
 from tide_strategies.collectives.two_level import default_plan
 from tide_strategies.layout import GroupLayout
 from tide_strategies.runtime.cuda.engine import CudaCollective, CudaEngine, DeviceSlot
-from tide_strategies.runtime.cuda.fit import AFTER_CAST, BEFORE_CAST, sums_aligned
+from tide_strategies.runtime.cuda.fit import AFTER_CAST, BEFORE_CAST, CASTS, casts_by_kernel, sums_aligned
 from tide_strategies.runtime.group import LandingGroup
 from tide_strategies.runtime.slots import SlotRing
 from tide_strategies.topology import Topology
@@ -163,7 +163,10 @@ class CudaGroup(LandingGroup):
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
         self._reductions: dict[tuple[tuple[int, ...], Item, Item, int, bool], _Reduction] = {}
         self._running: tuple[CudaCollective, Any] | None = None
-        self._sends: dict[int, tuple[int, list[int]]] = {}
+        self._sends: dict[tuple[CudaCollective, int], tuple[int, list[int]]] = {}
+        self._casting: CudaCollective | None = None
+        self._cast_kernels: tuple[SumKernel, ...] = ()  # keeps their modules loaded
+        self._cast_aligned = False
 
     @property
     def sent_bytes(self) -> int:
@@ -193,27 +196,60 @@ class CudaGroup(LandingGroup):
         assert isinstance(slot, DeviceSlot)
         return slot
 
-    def open(self, slot: DeviceSlot, stream: int, versions: tuple[int, ...] | None = None) -> None:
-        """Begin an all-gather; ``stream`` waits until the own shards may be cast to where they are sent from."""
-        send = self._sends.get(slot.index)
-        if send is None:  # a slot's addresses stay what they are
-            tag = self._engine.book.tag(f"{self._all_gather.label} into slot {slot.index}")
-            send = self._sends[slot.index] = tag, self._all_gather.addresses(slot)
-        tag, others = send
-        call = self._all_gather.begin(self._no_shards, others, tag, slot.index)
-        self._running, self._versions = (self._all_gather, call), versions
+    def prepare_casts(self) -> None:
+        """Let a kernel of ours cast fp32 shards to bf16, which then is part of :meth:`send`: its few thread blocks, as
+        many as a sum has, leave most of the device to the computation beside it.
+
+        Only if shards are not :attr:`staged`; otherwise the caller goes on casting.
+        """
         if self.staged:
-            self._all_gather.enqueue(call, BEFORE_CAST, stream)
+            return
+        engine, shards = self._engine, [Item.F32] * len(self.layout.params)
+        schedule = all_gather(self.layout, engine.topology, engine.rank, shards, shared_landing=False, interleave=False)
+        collective = engine.casting_collective(schedule, len(shards), self._all_gather.label)
+        self._cast_aligned = self._aligned(range(len(shards)), ()) and sums_aligned(casts_by_kernel(schedule), False)
+        if collective.program.sum_kinds:  # this rank has something of them
+            kernel = self._kernels.sum(0, len(shards), Item.F32, Item.BF16, self._cast_aligned)
+            self._set_kernel(collective, 0, kernel, self._ctas[False])
+            self._cast_kernels = (kernel,)
+        self._casting = collective
+
+    def open(
+        self,
+        slot: DeviceSlot,
+        stream: int,
+        versions: tuple[int, ...] | None = None,
+        shards: Sequence[int] = (),
+    ) -> bool:
+        """Begin an all-gather; ``stream`` waits until the own shards may be cast to where they are sent from.
+
+        ``shards``: addresses of this rank's padded fp32 shards. Returns whether :meth:`send` will cast them; otherwise
+        the caller does, before it sends.
+        """
+        casts = self._casting if shards and (not self._cast_aligned or all(a % 16 == 0 for a in shards)) else None
+        collective = casts or self._all_gather
+        send = self._sends.get((collective, slot.index))
+        if send is None:  # a slot's addresses stay what they are
+            tag = self._engine.book.tag(f"{collective.label} into slot {slot.index}")
+            send = self._sends[collective, slot.index] = tag, collective.addresses(slot)
+        tag, others = send
+        call = collective.begin(shards if casts else self._no_shards, others, tag, slot.index)
+        self._running, self._versions = (collective, call), versions
+        if self.staged:
+            collective.enqueue(call, BEFORE_CAST, stream)
+        return casts is not None
 
     def send(self, stream: int, rail: int = 0, place: int = 0) -> None:
-        """Enqueue what brings the own shards, cast on ``stream``, to every rank.
+        """Enqueue what brings the own shards, cast on ``stream``, to every rank; the cast too, if :meth:`open` said so.
 
         If they are not :attr:`staged`, ``stream`` sends them on. Otherwise ``rail`` exchanges them with other nodes, if
         there are any, and ``place`` brings them and what arrives to every landing of the node.
         """
         assert self._running is not None
         collective, call = self._running
-        streams = {AFTER_CAST: stream, "rail": rail, "copy": place} if self.staged else {"copy": stream}
+        streams = {CASTS: stream, "copy": stream}
+        if self.staged:
+            streams = {AFTER_CAST: stream, "rail": rail, "copy": place}
         collective.enqueue_streams(call, streams)
         self.all_gathers.calls += 1
         self.all_gathers.bytes += self.sent_bytes
@@ -270,7 +306,7 @@ class CudaGroup(LandingGroup):
         for bank in range(BANKS if self.several_nodes else 1):
             self._reduction(params, grad, output, bank, self._aligned(params, ()))
 
-    def _aligned(self, params: tuple[int, ...], addresses: Sequence[int]) -> bool:
+    def _aligned(self, params: Iterable[int], addresses: Sequence[int]) -> bool:
         """Whether every address and length lets the kernel move 16 bytes at a time."""
         lengths = all(self.layout.shard_items(p) % 8 == 0 for p in params)
         return lengths and all(a % 16 == 0 for a in addresses)
@@ -314,19 +350,23 @@ class CudaGroup(LandingGroup):
             else:
                 kernel = self._kernels.sum(sources - 1, len(params), grad, _ITEMS[dst], wide[False])
             kernels.append(kernel)
-            collective.program.set_sum_kernel(
-                kernel.function,
-                kernel.threads,
-                kernel.shared_bytes,
-                self._ctas[landing],
-                kernel.pointers,
-                kernel.tile,
-                kernel.extra_null_pointers,
-                device=engine.device,
-                kind=number,
-            )
+            self._set_kernel(collective, number, kernel, self._ctas[landing])
         sent = self._sent_bytes(params, grad, engine.rank)
         return _Reduction(collective, engine.book.tag(label), sent, tuple(kernels))
+
+    def _set_kernel(self, collective: CudaCollective, kind: int, kernel: SumKernel, ctas: int) -> None:
+        """Let ``kernel`` make the collective's sums of that kind, with so many thread blocks."""
+        collective.program.set_sum_kernel(
+            kernel.function,
+            kernel.threads,
+            kernel.shared_bytes,
+            ctas,
+            kernel.pointers,
+            kernel.tile,
+            kernel.extra_null_pointers,
+            device=self._engine.device,
+            kind=kind,
+        )
 
 
 @dataclass(frozen=True)
