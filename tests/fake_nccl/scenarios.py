@@ -23,6 +23,7 @@ from ranks import threads  # noqa: E402
 from stage import MIB, array, fake, memory, play, raises, scenario, until  # noqa: E402
 
 from tide_strategies._native import cuda, nccl  # noqa: E402
+from tide_strategies.collectives import signals  # noqa: E402
 from tide_strategies.collectives.schedule import Item, Space  # noqa: E402
 from tide_strategies.errors import TideArenaError, TidePeerError, TideTimeoutError  # noqa: E402
 from tide_strategies.runtime.cuda import nccl_rail  # noqa: E402
@@ -426,6 +427,26 @@ def a_rank_that_never_comes_ends_the_others():
     assert "rank 0 stopped first" in str(told)
     assert library.fake_nccl_calls(b"ncclCommAbort") == 6
     os._exit(0)  # a stream is blocked for good, as NCCL has it
+
+
+@scenario
+def what_is_taken_for_later_calls_has_its_bound_too():
+    """No wait of the engine's own has begun: the streams are blocked in NCCL, one behind the other."""
+    load()
+
+    def work(exchange, rank):
+        here = Rank(rank, exchange, Topology(2, 1), rank, chunk_bytes=256, timeout_s=0.5, connect=connect_rail)
+        here.engine.watchdog._main = 0
+        if rank == 0:
+            counter = here.engine.book.counter(signals.credit(0))
+            here.rail.take(1, counter, 1, here.stream("network"))
+        until(lambda: here.engine.watchdog._failure is not None, 20)
+        return str(here.engine.watchdog._failure)
+
+    waited, told = threads(2, work)
+    assert "rank 0 awaits 1 signal(s) of credit[0] of rank 1 on the rail" in waited, waited
+    assert "rank 0 stopped first" in told, told
+    os._exit(0)
 
 
 @scenario
