@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tide_strategies.collectives.rail_lane import WAVE_WIDTH
+from tide_strategies.collectives.rail_lane import one_wave
 from tide_strategies.errors import TideArenaError
 from tide_strategies.runtime.bootstrap import apart, check_one_host
 from tide_strategies.topology import Topology
@@ -124,7 +124,7 @@ def place_devices(identities: Sequence[dict[str, Any]], stated: Topology | None,
     topology = stated or found_topology(identities)
     if topology.nodes == 1:
         return Placement(topology, "none", "GPU ranks of a group are one node")
-    nodes, lanes = "topology as stated" if stated else f"{hosts} hosts found", topology.nodes <= WAVE_WIDTH
+    nodes, lanes = "topology as stated" if stated else f"{hosts} hosts found", one_wave(topology)
     if rail == "p2p":
         raise TideArenaError("rail: p2p connects CPU ranks, and these are GPU ranks", "TIDE-F028")
     if hosts == 1 and rail in ("auto", "local"):

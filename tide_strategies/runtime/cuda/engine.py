@@ -162,7 +162,7 @@ class CudaEngine:
         """
         if self.trace is not None:
             self.trace.close()
-        if self.rail is not None:
+        if self.rail is not None and not self.watchdog.stopped:
             cuda.settle(self.device, self.timeout_s)
         self.watchdog.close()
         if self.rail is not None:

@@ -70,6 +70,11 @@ class Watchdog:
         if self._failure is not None:
             raise self._failure
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it has found something."""
+        return self._failure is not None
+
     def close(self) -> None:
         """Stop watching."""
         self._closing.set()
