@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from nodes_scenarios import FakeKernels, MessageRail, bf16
 from ranks import launch, values
-from stage import COPY, MIB, RAW, array, fake, memory, play, program, scenario, until
+from stage import COPY, MIB, RAW, array, fake, memory, play, program, raises, scenario, until
 
 from tide_strategies._native import cuda
+from tide_strategies.collectives.schedule import Item
 from tide_strategies.fsdp2.cuda_path import CudaLanding, CudaPath, CudaStreams
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.runtime.calls import CallBook
@@ -302,6 +303,25 @@ def torch_casts_what_the_kernel_is_not_made_for():
     """Without a kernel, and where a shard has moved to an address that an aligned one cannot read."""
     for prepared in (False, True):
         assert values(launch(2, _left_to_torch, prepared)) == [3, 3]
+
+
+def _on_the_default_stream(rank, exchange):
+    trainer = Trainer(rank, exchange, Topology(1, 2), False)
+    Torch.current = SimpleNamespace(cuda_stream=0)
+    output = trainer.buffer(trainer.layout.output_items, torch.float32)
+    grads = [trainer.filled(x) for x in gradients(0, 0, rank)]
+    collectives, push = trainer.paths[0].collectives, Stream(Torch.device)
+    addresses, streams = [g.data_ptr() for g in grads], (push.cuda_stream, Torch.current.cuda_stream)
+    with raises(ValueError, "stream 'sum' of a collective is given CUDA's default stream"):
+        collectives.reduce_scatter((0, 1, 2), Item.BF16, Item.F32, addresses, output.data_ptr(), 2.0, streams)
+    trainer.check()
+    return True
+
+
+@scenario
+def nothing_is_left_out_for_being_on_the_default_stream():
+    """A sum that is not enqueued is waited for by the next call of every peer."""
+    assert all(values(launch(2, _on_the_default_stream)))
 
 
 @scenario

@@ -9,7 +9,7 @@ them: a put is a copy and a signal, like any other. With a rail of another kind,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -182,6 +182,16 @@ class CudaEngine:
         return shared
 
 
+def refuse_default_streams(names: Iterable[str], cuda_streams: Mapping[str, int]) -> None:
+    """Raise ValueError if a stream of a program is to run on the default stream: nothing would be enqueued there."""
+    for name in names:
+        if cuda_streams.get(name) == 0:
+            raise ValueError(
+                f"stream {name!r} of a collective is given CUDA's default stream; collectives run on streams of their "
+                f"own (torch.cuda.Stream)"
+            )
+
+
 class CudaCollective:
     """A schedule bound to an engine; its streams are enqueued on CUDA streams given by handle."""
 
@@ -231,7 +241,11 @@ class CudaCollective:
         """Enqueue those streams of a call that are named, each on the CUDA stream with its handle. Returns at once.
 
         They are enqueued in the schedule's order of issue, whatever the order here.
+
+        Raises:
+            ValueError: one of them is the default stream, whose handle is 0.
         """
+        refuse_default_streams(self._encoded.streams, cuda_streams)
         call.enqueue_lanes([cuda_streams.get(name, 0) for name in self._encoded.streams])
 
     def enqueue(self, call: Any, stream: str, cuda_stream: int) -> None:
@@ -254,4 +268,5 @@ class RailedCollective(CudaCollective):
 
     def enqueue_streams(self, call: Any, cuda_streams: Mapping[str, int]) -> None:
         """See :meth:`CudaCollective.enqueue_streams`."""
+        refuse_default_streams(self._encoded.streams, cuda_streams)
         enqueue(self._made, call, self._rail, self._engine.book.counter, cuda_streams, self._intake)
