@@ -136,8 +136,12 @@ def place_devices(identities: Sequence[dict[str, Any]], stated: Topology | None,
             raise TideArenaError(str(e), "TIDE-F023") from e
     for first in range(0, topology.ranks, topology.local_ranks):
         check_one_host(everyone[first : first + topology.local_ranks], first)
-    without = [f"rank {r}: {i['nccl']}" for r, i in enumerate(identities) if i.get("nccl") is not None]
+    without: dict[str, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        if identity.get("nccl") is not None:
+            without.setdefault(identity["nccl"], []).append(rank)
     if without:
-        raise TideArenaError("; ".join(without), "TIDE-F029")
+        told = [f"rank {r[0]}{f' (and {len(r) - 1} more)' if r[1:] else ''}: {why}" for why, r in without.items()]
+        raise TideArenaError(f"{nodes}, and {'; '.join(told)}", "TIDE-F029")
     asked = ", puts through NCCL are asked for" if rail == "nccl_rma" else ""
     return Placement(topology, "nccl_rma", nodes + asked, lanes, host_ranks=0 if hosts == 1 else topology.local_ranks)
