@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from tide_strategies.collectives.all_gather import all_gather, reuse
 from tide_strategies.collectives.all_gather_nodes import all_gather_nodes, slot_offsets
 from tide_strategies.collectives.plan import BasePlan
-from tide_strategies.collectives.rail_lane import WAVE_WIDTH
+from tide_strategies.collectives.rail_lane import one_wave
 from tide_strategies.collectives.reduce_scatter import BANKS, reduce_scatter
 from tide_strategies.collectives.schedule import Item, Schedule, Space
 from tide_strategies.collectives.two_level import default_plan
@@ -77,18 +77,13 @@ def _all_gather_schedule(layout: GroupLayout, topology: Topology, rank: int, mul
 
 
 def _plan(topology: Topology, slot_reuse: bool, stated: BasePlan | None) -> BasePlan | None:
-    """Of reductions across nodes, but for those of a lane; all calls of an engine have the same but for the mode."""
-    if topology.nodes == 1 or reduces_as_lane(topology):
+    """Of reductions across nodes, but for lanes; all calls of an engine have the same but for the mode.
+
+    Lanes of several waves are no lanes here: the summing kernel does not add to what an earlier wave has left.
+    """
+    if topology.nodes == 1 or one_wave(topology):
         return None
     return replace(stated or default_plan(topology), slot_reuse=slot_reuse)
-
-
-def reduces_as_lane(topology: Topology) -> bool:
-    """Whether reductions are those of a rail lane (``collectives/rail_lane.py``): one rank a node, and few nodes.
-
-    The summing kernel adds contributions of one wave, and not to what an earlier wave has left.
-    """
-    return topology.lane and topology.nodes <= WAVE_WIDTH
 
 
 def _reuse_schedule(topology: Topology, rank: int) -> Schedule:
