@@ -104,7 +104,7 @@ class Rates:
 #: traffic of copy-engine pushes); sum, landing, rail and round wait, appendix G; rail signal, half the "roughly 0.12 ms
 #: signal round trip" of section 3.1. ``call_s`` is not stated: with the entry fence and the completion it makes the
 #: 0.04 ms that Table 7's one-node rows (0.38 and 1.40 ms for 32 and 128 MiB) take beyond their bytes. ``signal_s`` and
-#: ``start_s`` are near those of two H200. ``push`` is fitted to Table 8's one-node rows (0.41 and 1.29 ms), and close to
+#: ``start_s`` are near those of two H200. ``push`` is fitted to Table 8's one-node rows (0.41 and 1.29 ms), close to
 #: one H200 copy engine's. ``memory`` and ``local`` are the data sheet's HBM rate of such a GPU and half of it.
 #: ``chunk_cap`` is what Table 8's buffers on one node imply, ``chunk_s`` that of two H200.
 PAPER = Rates(
