@@ -282,9 +282,7 @@ def check_mistakes(namespace, folder):
         with pytest.raises(TideConfigError, match=words):
             kind(**options)
     plugin = importlib.import_module(f"{namespace.__name__}.plugins.io").TorchCheckpointIO()
-    with pytest.raises(
-        TideConfigError, match=r"not with the plugin TorchCheckpointIO: .*save_in_background"
-    ):
+    with pytest.raises(TideConfigError, match=r"not with the plugin TorchCheckpointIO: .*save_in_background"):
         fabric_of(namespace, strategy, plugins=[plugin])
     with pytest.raises(TideConfigError, match=r"auto_wrap_policy names 'Blok', .* did you mean 'Block'"):
         fabric_of(namespace, strategy_of(namespace, auto_wrap_policy={"Blok"})).setup_module(Network())
