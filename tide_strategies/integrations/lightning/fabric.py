@@ -124,8 +124,8 @@ class FabricStrategy(TideStrategyBase, _Host):
 
     @property
     def checkpoint_io(self) -> Any:
-        """None: Fabric asks for it only to set it."""
-        return None
+        """There is none, as in ``ModelParallelStrategy``."""
+        return super().checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, plugin: Any) -> None:
