@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,8 +122,10 @@ def test_modes_and_chunks_keep_every_bit_across_nodes(four_nodes) -> None:
 TIMEOUT_S = 4.0
 
 
-def _fail(rank: int, world: int, how: str) -> None:
-    """Train until rank 1 stops in the way named; every rank says what it saw and when."""
+def _fail(rank: int, world: int, given: tuple[str, Path]) -> None:
+    """Train until rank 1 stops in the way named; every rank says what it saw and when, and logs into its own file."""
+    how, folder = given
+    os.dup2(os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT), 2)
     torch.cuda.set_device(0)
     model = build(Case("victim", policy=BF16), world, device="cuda")
     how, *nodes = how.split()
@@ -142,9 +145,9 @@ def _fail(rank: int, world: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["stalled", "killed", "killed 2x1"])
-def test_a_lost_peer_ends_the_others_in_time(how: str, capfd: Any) -> None:
-    results = launch_raw(2, _fail, how, timeout=90, backend=BACKEND)
-    words = capfd.readouterr().err
+def test_a_lost_peer_ends_the_others_in_time(how: str, tmp_path: Path) -> None:
+    results = launch_raw(2, _fail, (how, tmp_path), timeout=90, backend=BACKEND)
+    words = (tmp_path / "rank0.log").read_text()
     error = str(results[0].error)
     if how == "stalled":
         assert "TideTimeoutError" in error, error

@@ -76,3 +76,14 @@ def test_declarations_are_those_of_nccls_header():
     command = [compiler, "-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}", f"-isystem{include}", f"-isystem{cuda}"]
     done = subprocess.run([*command, source], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_headers_of_an_older_nccl_are_no_obstacle(tmp_path):
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ here")
+    (tmp_path / "nccl.h").write_text("#define NCCL_VERSION_CODE 22803\n")
+    source = ROOT / "csrc/cuda/nccl_check_headers.cpp"
+    command = [compiler, "-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}", f"-isystem{tmp_path}", source]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

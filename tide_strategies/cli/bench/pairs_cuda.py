@@ -166,13 +166,13 @@ def _reduce_scatter(place: Place, shard_bytes: int, params: int, ctas: int, chun
         dist.reduce_scatter_tensor(output, packed, op=dist.ReduceOp.AVG)
 
     push_limit = _pushes(place, 2 * layout.output_items)
-    summed = (ranks * 2 + 4) * layout.output_items // 2  # a copy reads and writes each byte
-    source = torch.randint(256, (summed,), dtype=torch.uint8, device=device)
+    summed = (ranks * 2 + 4) * layout.output_items // 8  # a kernel reads and writes each word
+    source = torch.randn(summed, device=device)
     target = torch.empty_like(source)
 
     def limit() -> None:
         push_limit()
-        target.copy_(source)
+        torch.neg(source, out=target)
 
     return Pair(
         "reduce_scatter",
@@ -189,15 +189,18 @@ def _reduce_scatter(place: Place, shard_bytes: int, params: int, ctas: int, chun
 def _pushes(place: Place, nbytes: int) -> Callable[[], None]:
     """Raw copies of ``nbytes`` to a peer's GPU (or within a shared one), as many as there are peers.
 
-    Every rank sends to the next one: no two send to the same GPU.
+    Every rank sends to the next one: no two send to the same GPU. The driver gets them from us: torch's copies between
+    devices order streams of both, which is no part of a copy.
     """
     gpus = torch.cuda.device_count()
     peer = torch.device("cuda", (place.rank + 1) % place.ranks % gpus)
     source = torch.randint(256, (nbytes,), dtype=torch.uint8, device=place.device)
     target = torch.empty(nbytes, dtype=torch.uint8, device=peer)
+    target.copy_(source)  # from here on, each GPU's memory is open to the other
 
     def call() -> None:
+        stream = torch.cuda.current_stream().cuda_stream
         for _ in range(place.ranks - 1):
-            target.copy_(source, non_blocking=True)
+            cuda.copy(target.data_ptr(), source.data_ptr(), nbytes, stream)
 
     return call

@@ -30,15 +30,22 @@ _ITEMS = (Item.F32, Item.BF16)
 
 
 def needed_device_memory(
-    layouts: Iterable[GroupLayout], topology: Topology, rank: int, chunk_bytes: int, slot_reuse: bool = False
+    layouts: Iterable[GroupLayout],
+    topology: Topology,
+    rank: int,
+    chunk_bytes: int,
+    slot_reuse: bool = False,
+    *,
+    plan: BasePlan | None = None,
+    multicast: bool = False,
 ) -> dict[tuple[Space, int], int]:
     """Bytes that the collectives of groups with these layouts need on every rank beside their arguments.
 
-    ``slot_reuse``: reductions across nodes have the small outbox.
+    ``chunk_bytes``, ``slot_reuse`` and ``plan`` are as of :class:`CudaGroup`, ``multicast`` as of the engine.
     """
     needed: dict[tuple[Space, int], int] = {}
     for layout in dict.fromkeys(layouts):
-        schedules = [_all_gather_schedule(layout, topology, rank)]
+        schedules = [_all_gather_schedule(layout, topology, rank, multicast)]
         for bank in range(BANKS if topology.nodes > 1 else 1):  # of the element types, these need most
             schedules.append(
                 reduce_scatter(
@@ -49,8 +56,9 @@ def needed_device_memory(
                     output=Item.BF16,
                     chunk_bytes=chunk_bytes,
                     interleave=False,
-                    plan=_plan(topology, slot_reuse),
+                    plan=_plan(topology, slot_reuse, plan),
                     bank=bank,
+                    multicast=multicast,
                 )
             )
         for schedule in schedules:
@@ -59,16 +67,16 @@ def needed_device_memory(
     return {which: nbytes for which, nbytes in needed.items() if nbytes}
 
 
-def _all_gather_schedule(layout: GroupLayout, topology: Topology, rank: int) -> Schedule:
+def _all_gather_schedule(layout: GroupLayout, topology: Topology, rank: int, multicast: bool) -> Schedule:
     items = [Item.of_size(p.itemsize) for p in layout.params]
     # With one rank a node too: a rail between hosts would not reach landings of other nodes.
-    build = all_gather if topology.nodes == 1 else all_gather_nodes
-    return build(layout, topology, rank, items, shared_landing=False, interleave=False)
+    build = all_gather_nodes if topology.nodes > 1 or multicast else all_gather
+    return build(layout, topology, rank, items, shared_landing=multicast, interleave=False)
 
 
-def _plan(topology: Topology, slot_reuse: bool) -> BasePlan | None:
+def _plan(topology: Topology, slot_reuse: bool, stated: BasePlan | None) -> BasePlan | None:
     """Of reductions across nodes, with one rank a node too; all calls of an engine have the same but for the mode."""
-    return replace(default_plan(topology), slot_reuse=slot_reuse) if topology.nodes > 1 else None
+    return replace(stated or default_plan(topology), slot_reuse=slot_reuse) if topology.nodes > 1 else None
 
 
 class SumKernel(Protocol):
@@ -91,6 +99,9 @@ class Kernels(Protocol):
     def land(self, sources: int, pointers: int, output: Item, accumulate: bool, aligned: bool) -> SumKernel:
         """The kernel that adds ``sources`` node partials, which lie in ``pointers`` places."""
 
+    def land_multicast(self, output: Item, accumulate: bool) -> SumKernel:
+        """The kernel that lets the NVSwitch add what all GPUs of the node hold."""
+
 
 class CudaGroup(LandingGroup):
     """Collectives of one parameter group on this rank.
@@ -105,6 +116,7 @@ class CudaGroup(LandingGroup):
         sum_ctas: thread blocks of a sum.
         landing_ctas: thread blocks of a landing; by default as many.
         slot_reuse: reductions across nodes have the small outbox.
+        plan: rounds and passes of reductions across nodes, alike for all groups of the engine; None for the default.
     """
 
     def __init__(
@@ -119,12 +131,13 @@ class CudaGroup(LandingGroup):
         *,
         landing_ctas: int | None = None,
         slot_reuse: bool = False,
+        plan: BasePlan | None = None,
     ) -> None:
         super().__init__(name, layout, engine.landing(layout.landing_bytes), home)
         self._engine, self._chunk_bytes = engine, chunk_bytes
         self._kernels, self._ctas = kernels, (sum_ctas, landing_ctas or sum_ctas)
-        self._plan = _plan(engine.topology, slot_reuse)
-        schedule = _all_gather_schedule(layout, engine.topology, engine.rank)
+        self._plan = _plan(engine.topology, slot_reuse, plan)
+        schedule = _all_gather_schedule(layout, engine.topology, engine.rank, engine.multicast)
         self._all_gather = engine.collective(schedule, len(layout.params), f"all-gather of {name!r}")
         self._reuse = engine.collective(reuse(engine.topology, engine.rank), 0, f"reuse of {name!r}")
         self._no_shards = [0] * len(layout.params)  # the caller's cast puts them where they are sent from
@@ -140,12 +153,17 @@ class CudaGroup(LandingGroup):
 
     @property
     def several_nodes(self) -> bool:
-        """Whether own shards are sent from the stage, by streams of the rail's and the landing's own."""
+        """Whether reductions have a network phase, on a stream of its own."""
         return self._engine.topology.nodes > 1
+
+    @property
+    def staged(self) -> bool:
+        """Whether own shards are sent from the stage, by streams of the rail's and the landing's own."""
+        return self.several_nodes or self._engine.multicast
 
     def own_shards(self) -> tuple[Any, list[int]]:
         """Memory that this rank casts its padded shards into, and the byte where each parameter's begins."""
-        if self.several_nodes:
+        if self.staged:
             return self._engine.own(Space.STAGE, 0), list(slot_offsets(self.layout)[:-1])
         rank, params = self._engine.rank, range(len(self.layout.params))
         return self.landing.window, [self.layout.landing_offset(p, rank) for p in params]
@@ -161,22 +179,22 @@ class CudaGroup(LandingGroup):
         send = self._sends.get(slot.index)
         if send is None:  # a slot's addresses stay what they are
             tag = self._engine.book.tag(f"{self._all_gather.label} into slot {slot.index}")
-            send = self._sends[slot.index] = tag, self._all_gather.addresses(landing=slot.addresses)
+            send = self._sends[slot.index] = tag, self._all_gather.addresses(slot)
         tag, others = send
         call = self._all_gather.begin(self._no_shards, others, tag, slot.index)
         self._running, self._versions = (self._all_gather, call), versions
-        if self.several_nodes:
+        if self.staged:
             self._all_gather.enqueue(call, BEFORE_CAST, stream)
 
     def send(self, stream: int, rail: int = 0, place: int = 0) -> None:
         """Enqueue what brings the own shards, cast on ``stream``, to every rank.
 
-        On one node ``stream`` sends them on. Otherwise ``rail`` exchanges them with other nodes, and ``place`` brings
-        what arrives to every landing of the node.
+        If they are not :attr:`staged`, ``stream`` sends them on. Otherwise ``rail`` exchanges them with other nodes, if
+        there are any, and ``place`` brings them and what arrives to every landing of the node.
         """
         assert self._running is not None
         collective, call = self._running
-        streams = {AFTER_CAST: stream, "rail": rail, "copy": place} if self.several_nodes else {"copy": stream}
+        streams = {AFTER_CAST: stream, "rail": rail, "copy": place} if self.staged else {"copy": stream}
         collective.enqueue_streams(call, streams)
         self.all_gathers.calls += 1
         self.all_gathers.bytes += self.sent_bytes
@@ -259,14 +277,19 @@ class CudaGroup(LandingGroup):
             interleave=False,
             plan=self._plan,
             bank=bank,
+            multicast=engine.multicast,
         )
         label = self._reduction_label(params, grad, output)
         collective = engine.collective(schedule, len(params), label)
         wide = {landing: aligned and sums_aligned(schedule, landing) for landing in (False, True)}
         places = sum(space in _PARTIALS for space, _, _ in collective.bases)
-        kernels = []
+        running = any(space is Space.RUNNING for space, _, _ in collective.bases)
+        kernels: list[SumKernel] = []
         for number, (landing, sources, _, dst, accumulate) in enumerate(collective.program.sum_kinds):
-            if landing:
+            # What has been added up beside a narrower output is no longer anywhere else.
+            if landing and engine.multicast and not (running and _ITEMS[dst] is not Item.F32):
+                kernel = self._kernels.land_multicast(_ITEMS[dst], accumulate)
+            elif landing:
                 kernel = self._kernels.land(sources, places, _ITEMS[dst], accumulate, wide[True])
             else:
                 kernel = self._kernels.sum(sources - 1, len(params), grad, _ITEMS[dst], wide[False])
