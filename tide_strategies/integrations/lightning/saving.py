@@ -104,7 +104,7 @@ class ShardedWriter:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+    return tensor.detach().to("cpu", copy=True)  # averages come from the device, the rest is on the CPU already
 
 
 def _write(parts: dict[str, Any], path: Path, index: io.BytesIO | None, group: dist.ProcessGroup | None) -> None:
