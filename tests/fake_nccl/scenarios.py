@@ -18,16 +18,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fake_cuda"))
 for switch in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"):
     os.environ.pop(switch, None)
 
-from nodes_scenarios import check_collectives  # noqa: E402
 from ranks import threads  # noqa: E402
 from stage import MIB, array, fake, play, raises, scenario, until  # noqa: E402
 
 from tide_strategies._native import cuda, nccl  # noqa: E402
-from tide_strategies.collectives.schedule import Item, Space  # noqa: E402
+from tide_strategies.collectives.schedule import Space  # noqa: E402
 from tide_strategies.errors import TideArenaError, TidePeerError, TideTimeoutError  # noqa: E402
 from tide_strategies.runtime.cuda import nccl_rail  # noqa: E402
 from tide_strategies.runtime.cuda.nccl_domains import NcclDomains, missing_nccl  # noqa: E402
-from tide_strategies.runtime.cuda.nccl_rail import NcclRail, connect_rail  # noqa: E402
+from tide_strategies.runtime.cuda.nccl_rail import NcclRail  # noqa: E402
 from tide_strategies.topology import Topology  # noqa: E402
 
 SIGNALS = 6
@@ -85,6 +84,15 @@ def two_copies_are_refused():
     load()
     ctypes.CDLL(os.environ["TIDE_OTHER_NCCL"])
     assert "several copies of NCCL are in this process" in str(missing_nccl())
+
+
+@scenario
+def of_two_copies_the_one_that_everybody_calls_is_used():
+    """As with a preloaded one, beside which torch loads its own by path."""
+    ctypes.CDLL(os.environ["TIDE_OTHER_NCCL"])
+    ctypes.CDLL(os.environ["TIDE_FAKE_NCCL"], ctypes.RTLD_GLOBAL)
+    assert missing_nccl() is None
+    assert nccl.probe()["path"] == os.environ["TIDE_FAKE_NCCL"]
 
 
 @scenario
@@ -375,22 +383,6 @@ def a_rank_that_stops_with_a_blocked_stream_ends():
     made[0][2].close()
     assert library.fake_nccl_calls(b"ncclCommAbort") == 6
     time.sleep(20)
-
-
-@scenario
-def collectives_of_nodes_run_over_it():
-    """All-gathers land every shard, reductions give the bytes of the CPU's executor, and in the end nothing is left."""
-    library = load()
-    for shape, out_item, slot_reuse, chunk in [((2, 1), Item.F32, False, 4096), ((2, 2), Item.BF16, True, 64)]:
-
-        def work(exchange, rank, *case):
-            return check_collectives(rank, exchange, *case, connect=connect_rail)
-
-        case = shape, out_item, slot_reuse, chunk
-        found = threads(shape[0] * shape[1], lambda e, r, c=case: work(e, r, *c), timeout_s=60.0)
-        assert not any(isinstance(f, Exception) for f in found), found
-        assert library.fake_nccl_calls(b"ncclPutSignal") > 0
-        assert library.fake_nccl_open() == 0
 
 
 @scenario

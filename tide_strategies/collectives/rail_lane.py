@@ -35,6 +35,11 @@ from tide_strategies.topology import Topology
 WAVE_WIDTH = 8
 
 
+def one_wave(topology: Topology) -> bool:
+    """Whether it is a lane whose reductions add all contributions at once."""
+    return topology.lane and topology.nodes <= WAVE_WIDTH
+
+
 def all_gather_lane(layout: GroupLayout, topology: Topology, rank: int, shard_items: Sequence[Item]) -> Schedule:
     """Build rank's schedule of the all-gather of a group with one rank a node; operands as in ``all_gather``.
 
@@ -193,7 +198,8 @@ class _Lane:
             advance.update({(signals.credit(self.rank), w): needed} if needed else {})
         if not self.interleave:
             advance.update({(signals.SUMMED, self.rank): self.nodes, (signals.sent(self.bank), self.rank): 1})
-        memory = {(Space.INBOX, g): WAVE_WIDTH * self.block for g in range(self.plan.generations)}
+        widest = min(WAVE_WIDTH, self.nodes - 1)  # the own contribution is in no inbox
+        memory = {(Space.INBOX, g): widest * self.block for g in range(self.plan.generations)}
         memory[Space.OUTBOX, self.bank] = (self.nodes - 1) * self.block
         memory[Space.SPARE, self.bank] = self.block
         if self.running:

@@ -213,6 +213,7 @@ def _connect_devices(
             poison=torch.from_dlpack(window.tensor(0, member.layout.landing_bytes, "uint8"))
             if config.debug.poison_slots
             else None,
+            masters=_fp32_masters(member.group),
         )
         member.binding = GroupBinding(CudaPath(collectives, streams, landing, device_trace), config.all_gather.cache)
         member.placement = placement
@@ -265,9 +266,17 @@ def _prepare(exchange: Exchange, rank: int, members: Sequence[Member], groups: S
         for member, collectives in zip(members, groups, strict=True):
             for reduction in _expected_reductions(member.group):
                 collectives.prepare(*reduction)
+            if _fp32_masters(member.group):
+                collectives.prepare_casts()
     except KernelUnavailableError as e:
         error = str(e)
-    bootstrap.agree(exchange, rank, error, "compiling the kernels of reductions", code="TIDE-F016")
+    bootstrap.agree(exchange, rank, error, "compiling the kernels of sums and casts", code="TIDE-F016")
+
+
+def _fp32_masters(group: Any) -> bool:
+    """Whether every parameter is computed with in bf16 from an fp32 shard."""
+    kinds = {(p._sharded_param_data.dtype, unsharded_dtype(p)) for p in group.fsdp_params}
+    return kinds == {(torch.float32, torch.bfloat16)}
 
 
 def _expected_reductions(group: Any) -> list[tuple[tuple[int, ...], Item, Item]]:

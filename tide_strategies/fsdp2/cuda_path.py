@@ -58,6 +58,7 @@ class CudaLanding:
 
     Args:
         own: this rank's padded shards, where they are sent from (across nodes and for multicast, in the stage).
+        masters: shards are fp32 and parameters bf16, which the collectives can cast themselves.
         gradients: room for each unsharded gradient, where its parameter lies; None under In-Place.
         poison: the whole landing as bytes, to be made NaN when vacated; None to leave it.
     """
@@ -65,6 +66,7 @@ class CudaLanding:
     own: list[torch.Tensor]
     gradients: list[torch.Tensor] | None = None
     poison: torch.Tensor | None = None
+    masters: bool = False
 
 
 class CudaPath:
@@ -113,13 +115,14 @@ class CudaPath:
         if place is not stream:
             sending += [("rail", self.streams.rail), ("place", place)]
         with span(self._trace, label, self.collectives.sent_bytes, *sending):
-            self.collectives.open(slot, stream.cuda_stream, versions)
-            torch.cuda.set_stream(stream)
-            try:
-                with torch.no_grad():
-                    torch._foreach_copy_(self._landing.own, list(shards))
-            finally:
-                torch.cuda.set_stream(current)
+            addresses = [s.data_ptr() for s in shards] if self._landing.masters else ()
+            if not self.collectives.open(slot, stream.cuda_stream, versions, addresses):
+                torch.cuda.set_stream(stream)
+                try:
+                    with torch.no_grad():
+                        torch._foreach_copy_(self._landing.own, list(shards))
+                finally:
+                    torch.cuda.set_stream(current)
             self.collectives.send(stream.cuda_stream, self.streams.rail.cuda_stream, place.cuda_stream)
         completion = self.streams.completion
         cuda.order(place.cuda_stream, completion.cuda_stream)

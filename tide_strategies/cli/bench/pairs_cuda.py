@@ -18,7 +18,7 @@ from tide_strategies.collectives.reduce_scatter import BANKS
 from tide_strategies.collectives.schedule import Item, Space
 from tide_strategies.layout import GroupLayout
 from tide_strategies.planner.knobs import unmeasured
-from tide_strategies.runtime.cuda.engine import CudaEngine, DeviceSlot
+from tide_strategies.runtime.cuda.engine import CudaEngine
 from tide_strategies.runtime.cuda.group import CudaGroup
 from tide_strategies.runtime.cuda.sum_kernels import sum_kernels
 from tide_strategies.runtime.slots import SlotRing
@@ -104,32 +104,32 @@ def _gather_in_turn(
     """Our all-gather of the shards; without ``cast`` they are in the own landings from the start."""
     gather, completion, readiness = (torch.cuda.Stream(place.device, priority=-1) for _ in range(3))
     own = [_own_shards(group, layout, place.rank) for group in groups]
+    masters = [s.data_ptr() for s in shards] if cast else []
     turn = 0
     for group, views in zip(groups, own, strict=True):  # each takes its slot, which it keeps
         slot = group.occupy()
+        if cast:
+            group.prepare_casts()
         torch._foreach_copy_(views, shards)
         current = torch.cuda.current_stream().cuda_stream
         cuda.order(current, gather.cuda_stream)
-        _finish(group, slot, current, gather.cuda_stream, completion.cuda_stream, readiness.cuda_stream)
+        group.open(slot, gather.cuda_stream)
+        _finish(group, current, gather.cuda_stream, completion.cuda_stream, readiness.cuda_stream)
 
     def call() -> None:
         nonlocal turn
-        group, views = groups[turn], own[turn]
+        group = groups[turn]
         turn = 1 - turn
         current = torch.cuda.current_stream().cuda_stream
         cuda.order(current, gather.cuda_stream)
-        slot = group.occupy()
-        if cast:
-            with torch.cuda.stream(gather):
-                torch._foreach_copy_(views, shards)
-        _finish(group, slot, current, gather.cuda_stream, completion.cuda_stream, readiness.cuda_stream)
+        group.open(group.occupy(), gather.cuda_stream, shards=masters)
+        _finish(group, current, gather.cuda_stream, completion.cuda_stream, readiness.cuda_stream)
 
     return call
 
 
-def _finish(group: CudaGroup, slot: DeviceSlot, current: int, gather: int, completion: int, readiness: int) -> None:
+def _finish(group: CudaGroup, current: int, gather: int, completion: int, readiness: int) -> None:
     """From the own landing to everybody's, then vacate, on streams by handle: as ``fsdp2.cuda_path`` orders them."""
-    group.open(slot, gather)
     group.send(gather)
     cuda.order(gather, completion)
     group.complete(completion)

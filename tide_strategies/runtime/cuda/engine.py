@@ -9,7 +9,7 @@ them: a put is a copy and a signal, like any other. With a rail of another kind,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from tide_strategies._native import cuda
 from tide_strategies.collectives.schedule import NODE, SELF, Schedule, Space
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
-from tide_strategies.runtime.cuda.fit import fit, without_casts
+from tide_strategies.runtime.cuda.fit import casts_by_kernel, fit, without_casts
 from tide_strategies.runtime.cuda.memory import SharedAllocation, share_allocation
 from tide_strategies.runtime.cuda.multicast import share_multicast
 from tide_strategies.runtime.cuda.rail import RAILED, Cut, DeviceRail, RailCall, cut, enqueue
@@ -105,8 +105,7 @@ class CudaEngine:
                 self.rail.register(*key, self.own(*key))
         self._exchange(b"ready")  # no rank may write into counters that their owner is still clearing
         cuda.be_patient(self.timeout_s + _BEYOND_TIMEOUT_S)
-        stop = (lambda: None) if self.rail is None else self.rail.stop
-        self.watchdog = Watchdog(self.control, self.host, self.book, rank, self.timeout_s, stop)
+        self.watchdog = Watchdog(self.control, self.host, self.book, rank, self.timeout_s, self.rail)
 
     def add_slot(self, nbytes: int, part: str) -> DeviceSlot:
         """Make a landing slot of ``nbytes`` on every rank, counted as ``part``."""
@@ -129,6 +128,11 @@ class CudaEngine:
             intake = self._intakes[schedule.name] = cuda.Stream(self.device, _URGENT)
         made = cut(without_casts(schedule), node, inputs, program)
         return RailedCollective(self, made, label, self.rail, intake.handle)
+
+    def casting_collective(self, schedule: Schedule, inputs: int, label: str) -> CudaCollective:
+        """Make a schedule of one node callable, with casts by kernels of ours."""
+        program = partial(cuda.Program, readers=list(self.topology.node_ranks(self.rank)))
+        return CudaCollective(self, encode(casts_by_kernel(schedule), inputs, program), label)
 
     def address(self, space: Space, index: int, at: int) -> int:
         """Address in this process of a schedule's memory on rank ``at`` (or SELF, or NODE)."""
@@ -158,7 +162,7 @@ class CudaEngine:
         """
         if self.trace is not None:
             self.trace.close()
-        if self.rail is not None:
+        if self.rail is not None and not self.watchdog.stopped:
             cuda.settle(self.device, self.timeout_s)
         self.watchdog.close()
         if self.rail is not None:
@@ -176,6 +180,16 @@ class CudaEngine:
             shared = replace(shared, multicast=share_multicast(*where, shared, local))
         self._bytes[part] = self._bytes.get(part, 0) + shared.own.bytes
         return shared
+
+
+def refuse_default_streams(names: Iterable[str], cuda_streams: Mapping[str, int]) -> None:
+    """Raise ValueError if a stream of a program is to run on the default stream: nothing would be enqueued there."""
+    for name in names:
+        if cuda_streams.get(name) == 0:
+            raise ValueError(
+                f"stream {name!r} of a collective is given CUDA's default stream; collectives run on streams of their "
+                f"own (torch.cuda.Stream)"
+            )
 
 
 class CudaCollective:
@@ -227,7 +241,11 @@ class CudaCollective:
         """Enqueue those streams of a call that are named, each on the CUDA stream with its handle. Returns at once.
 
         They are enqueued in the schedule's order of issue, whatever the order here.
+
+        Raises:
+            ValueError: one of them is the default stream, whose handle is 0.
         """
+        refuse_default_streams(self._encoded.streams, cuda_streams)
         call.enqueue_lanes([cuda_streams.get(name, 0) for name in self._encoded.streams])
 
     def enqueue(self, call: Any, stream: str, cuda_stream: int) -> None:
@@ -250,4 +268,5 @@ class RailedCollective(CudaCollective):
 
     def enqueue_streams(self, call: Any, cuda_streams: Mapping[str, int]) -> None:
         """See :meth:`CudaCollective.enqueue_streams`."""
+        refuse_default_streams(self._encoded.streams, cuda_streams)
         enqueue(self._made, call, self._rail, self._engine.book.counter, cuda_streams, self._intake)

@@ -13,12 +13,13 @@ from typing import Any, Protocol
 from tide_strategies.collectives.all_gather import all_gather, reuse
 from tide_strategies.collectives.all_gather_nodes import all_gather_nodes, slot_offsets
 from tide_strategies.collectives.plan import BasePlan
+from tide_strategies.collectives.rail_lane import one_wave
 from tide_strategies.collectives.reduce_scatter import BANKS, reduce_scatter
 from tide_strategies.collectives.schedule import Item, Schedule, Space
 from tide_strategies.collectives.two_level import default_plan
 from tide_strategies.layout import GroupLayout
 from tide_strategies.runtime.cuda.engine import CudaCollective, CudaEngine, DeviceSlot
-from tide_strategies.runtime.cuda.fit import AFTER_CAST, BEFORE_CAST, sums_aligned
+from tide_strategies.runtime.cuda.fit import AFTER_CAST, BEFORE_CAST, CASTS, casts_by_kernel, sums_aligned
 from tide_strategies.runtime.group import LandingGroup
 from tide_strategies.runtime.slots import SlotRing
 from tide_strategies.topology import Topology
@@ -69,14 +70,27 @@ def needed_device_memory(
 
 def _all_gather_schedule(layout: GroupLayout, topology: Topology, rank: int, multicast: bool) -> Schedule:
     items = [Item.of_size(p.itemsize) for p in layout.params]
-    # With one rank a node too: a rail between hosts would not reach landings of other nodes.
+    # With one rank a node too: leave to write into a landing comes when compute is through with it, and a rail that
+    # does one thing after the other (``nccl_rail``) would hold up all later all-gathers until then.
     build = all_gather_nodes if topology.nodes > 1 or multicast else all_gather
     return build(layout, topology, rank, items, shared_landing=multicast, interleave=False)
 
 
 def _plan(topology: Topology, slot_reuse: bool, stated: BasePlan | None) -> BasePlan | None:
-    """Of reductions across nodes, with one rank a node too; all calls of an engine have the same but for the mode."""
-    return replace(stated or default_plan(topology), slot_reuse=slot_reuse) if topology.nodes > 1 else None
+    """Of reductions across nodes, but for lanes; all calls of an engine have the same but for the mode.
+
+    Lanes of several waves are no lanes here: the summing kernel does not add to what an earlier wave has left.
+    """
+    if topology.nodes == 1 or one_wave(topology):
+        return None
+    return replace(stated or default_plan(topology), slot_reuse=slot_reuse)
+
+
+def _reuse_schedule(topology: Topology, rank: int) -> Schedule:
+    if not topology.lane:
+        return reuse(topology, rank)
+    # Nobody else writes into the landing (:func:`_all_gather_schedule`), and so nobody is told.
+    return Schedule("reuse", rank, topology.ranks, {"completion": (), "readiness": ()}, {})
 
 
 class SumKernel(Protocol):
@@ -139,12 +153,15 @@ class CudaGroup(LandingGroup):
         self._plan = _plan(engine.topology, slot_reuse, plan)
         schedule = _all_gather_schedule(layout, engine.topology, engine.rank, engine.multicast)
         self._all_gather = engine.collective(schedule, len(layout.params), f"all-gather of {name!r}")
-        self._reuse = engine.collective(reuse(engine.topology, engine.rank), 0, f"reuse of {name!r}")
+        self._reuse = engine.collective(_reuse_schedule(engine.topology, engine.rank), 0, f"reuse of {name!r}")
         self._no_shards = [0] * len(layout.params)  # the caller's cast puts them where they are sent from
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
         self._reductions: dict[tuple[tuple[int, ...], Item, Item, int, bool], _Reduction] = {}
         self._running: tuple[CudaCollective, Any] | None = None
-        self._sends: dict[int, tuple[int, list[int]]] = {}
+        self._sends: dict[tuple[CudaCollective, int], tuple[int, list[int]]] = {}
+        self._casting: CudaCollective | None = None
+        self._cast_kernels: tuple[SumKernel, ...] = ()  # keeps their modules loaded
+        self._cast_aligned = False
 
     @property
     def sent_bytes(self) -> int:
@@ -174,27 +191,59 @@ class CudaGroup(LandingGroup):
         assert isinstance(slot, DeviceSlot)
         return slot
 
-    def open(self, slot: DeviceSlot, stream: int, versions: tuple[int, ...] | None = None) -> None:
-        """Begin an all-gather; ``stream`` waits until the own shards may be cast to where they are sent from."""
-        send = self._sends.get(slot.index)
-        if send is None:  # a slot's addresses stay what they are
-            tag = self._engine.book.tag(f"{self._all_gather.label} into slot {slot.index}")
-            send = self._sends[slot.index] = tag, self._all_gather.addresses(slot)
-        tag, others = send
-        call = self._all_gather.begin(self._no_shards, others, tag, slot.index)
-        self._running, self._versions = (self._all_gather, call), versions
+    def prepare_casts(self) -> None:
+        """Let a kernel of ours cast fp32 shards to bf16, which then is part of :meth:`send`.
+
+        It has twice the thread blocks of a sum: those keep pace with links, a cast with memory. Only if shards are not :attr:`staged`; otherwise the caller goes on casting.
+        """
         if self.staged:
-            self._all_gather.enqueue(call, BEFORE_CAST, stream)
+            return
+        engine, shards = self._engine, [Item.F32] * len(self.layout.params)
+        schedule = all_gather(self.layout, engine.topology, engine.rank, shards, shared_landing=False, interleave=False)
+        collective = engine.casting_collective(schedule, len(shards), self._all_gather.label)
+        self._cast_aligned = self._aligned(range(len(shards)), ()) and sums_aligned(casts_by_kernel(schedule), False)
+        if collective.program.sum_kinds:  # this rank has something of them
+            kernel = self._kernels.sum(0, len(shards), Item.F32, Item.BF16, self._cast_aligned)
+            self._set_kernel(collective, 0, kernel, 2 * self._ctas[False])
+            self._cast_kernels = (kernel,)
+        self._casting = collective
+
+    def open(
+        self,
+        slot: DeviceSlot,
+        stream: int,
+        versions: tuple[int, ...] | None = None,
+        shards: Sequence[int] = (),
+    ) -> bool:
+        """Begin an all-gather; ``stream`` waits until the own shards may be cast to where they are sent from.
+
+        ``shards``: addresses of this rank's padded fp32 shards. Returns whether :meth:`send` will cast them; otherwise
+        the caller does, before it sends.
+        """
+        casts = self._casting if shards and (not self._cast_aligned or all(a % 16 == 0 for a in shards)) else None
+        collective = casts or self._all_gather
+        send = self._sends.get((collective, slot.index))
+        if send is None:  # a slot's addresses stay what they are
+            tag = self._engine.book.tag(f"{collective.label} into slot {slot.index}")
+            send = self._sends[collective, slot.index] = tag, collective.addresses(slot)
+        tag, others = send
+        call = collective.begin(shards if casts else self._no_shards, others, tag, slot.index)
+        self._running, self._versions = (collective, call), versions
+        if self.staged:
+            collective.enqueue(call, BEFORE_CAST, stream)
+        return casts is not None
 
     def send(self, stream: int, rail: int = 0, place: int = 0) -> None:
-        """Enqueue what brings the own shards, cast on ``stream``, to every rank.
+        """Enqueue what brings the own shards, cast on ``stream``, to every rank; the cast too, if :meth:`open` said so.
 
         If they are not :attr:`staged`, ``stream`` sends them on. Otherwise ``rail`` exchanges them with other nodes, if
         there are any, and ``place`` brings them and what arrives to every landing of the node.
         """
         assert self._running is not None
         collective, call = self._running
-        streams = {AFTER_CAST: stream, "rail": rail, "copy": place} if self.staged else {"copy": stream}
+        streams = {CASTS: stream, "copy": stream}
+        if self.staged:
+            streams = {AFTER_CAST: stream, "rail": rail, "copy": place}
         collective.enqueue_streams(call, streams)
         self.all_gathers.calls += 1
         self.all_gathers.bytes += self.sent_bytes
@@ -231,14 +280,15 @@ class CudaGroup(LandingGroup):
     ) -> None:
         """Enqueue the reduction of the gradients of ``params`` on the (push, sum, network) streams.
 
-        The gradients have been read once push and sum have run. The result is at ``output_address`` once network has,
-        or sum on one node, where network may be left out.
+        The gradients have been read once push and sum have run (a lane has a push stream alone for that). The result is
+        at ``output_address`` once network has, or sum on one node, where network may be left out.
         """
         bank = self._engine.next_bank() if self.several_nodes else 0
         reduction = self._reduction(params, grad, output, bank, self._aligned(params, [*gradients, output_address]))
         collective = reduction.collective
         call = collective.begin(gradients, collective.addresses(output=output_address), reduction.tag, 0, divisor)
-        collective.enqueue_streams(call, dict(zip(("push", "sum", "network"), streams, strict=False)))
+        named = dict(zip(("push", "sum", "network"), streams, strict=False))
+        collective.enqueue_streams(call, {**named, "read": streams[0]})
         self.reduce_scatters.calls += 1
         self.reduce_scatters.bytes += reduction.bytes
 
@@ -250,7 +300,7 @@ class CudaGroup(LandingGroup):
         for bank in range(BANKS if self.several_nodes else 1):
             self._reduction(params, grad, output, bank, self._aligned(params, ()))
 
-    def _aligned(self, params: tuple[int, ...], addresses: Sequence[int]) -> bool:
+    def _aligned(self, params: Iterable[int], addresses: Sequence[int]) -> bool:
         """Whether every address and length lets the kernel move 16 bytes at a time."""
         lengths = all(self.layout.shard_items(p) % 8 == 0 for p in params)
         return lengths and all(a % 16 == 0 for a in addresses)
@@ -294,19 +344,23 @@ class CudaGroup(LandingGroup):
             else:
                 kernel = self._kernels.sum(sources - 1, len(params), grad, _ITEMS[dst], wide[False])
             kernels.append(kernel)
-            collective.program.set_sum_kernel(
-                kernel.function,
-                kernel.threads,
-                kernel.shared_bytes,
-                self._ctas[landing],
-                kernel.pointers,
-                kernel.tile,
-                kernel.extra_null_pointers,
-                device=engine.device,
-                kind=number,
-            )
+            self._set_kernel(collective, number, kernel, self._ctas[landing])
         sent = self._sent_bytes(params, grad, engine.rank)
         return _Reduction(collective, engine.book.tag(label), sent, tuple(kernels))
+
+    def _set_kernel(self, collective: CudaCollective, kind: int, kernel: SumKernel, ctas: int) -> None:
+        """Let ``kernel`` make the collective's sums of that kind, with so many thread blocks."""
+        collective.program.set_sum_kernel(
+            kernel.function,
+            kernel.threads,
+            kernel.shared_bytes,
+            ctas,
+            kernel.pointers,
+            kernel.tile,
+            kernel.extra_null_pointers,
+            device=self._engine.device,
+            kind=kind,
+        )
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def _refuse(words: str) -> None:
     raise RuntimeError(words)
 
 
-@dataclass(frozen=True)
+@dataclass
 class LandingKernel:
     """A loaded landing kernel, with what a native launch needs (``runtime.cuda.group.SumKernel``).
 
@@ -147,16 +147,16 @@ class LandingKernel:
     """
 
     module: cuda.Kernel = field(repr=False)
+    #: The driver's handle; valid as long as this object lives.
+    function: int = field(init=False)
     threads: int = _THREADS
     shared_bytes: int = 0
     tile: int = _TILE
     pointers: int = _POINTERS
     extra_null_pointers: int = 0
 
-    @property
-    def function(self) -> int:
-        """The driver's handle; valid as long as this object lives."""
-        return self.module.function
+    def __post_init__(self) -> None:
+        self.function = self.module.function
 
 
 def landing_kernel(
