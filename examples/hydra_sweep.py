@@ -2,8 +2,9 @@
 
     python examples/hydra_sweep.py tide=debug tide.timeout_s=30         # one training
     python examples/hydra_sweep.py -m tide=stock,default steps=10       # a sweep
+    python examples/hydra_sweep.py device=cuda processes=8 batch=16 model.layers=12 model.width=768
 
-Each training starts its own processes on the CPU and writes ``result.json`` into Hydra's output folder.
+Each training starts its own processes, on the CPU or a GPU each, and writes ``result.json`` into Hydra's output folder.
 """
 
 import json
@@ -30,9 +31,14 @@ from tide_strategies.runtime.teardown import orderly_teardown
 def train(rank, config, folder):
     """One process of the training; rank 0 writes the result."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=config["processes"])
+    cuda = config["device"] == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=config["processes"]
+    )
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**config["model"]))
+    model = GPT(GPTConfig(**config["model"])).to(config["device"])
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -42,12 +48,13 @@ def train(rank, config, folder):
     seconds, losses = [], []
     for window in DataLoader(data, batch_size=config["batch"]):
         start = time.perf_counter()
+        window = window.to(config["device"])
         loss = F.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.item())  # on a GPU, the step is done only now
         seconds.append(time.perf_counter() - start)
-        losses.append(loss.item())
     if rank == 0:
         # Later steps only: the first one sets everything up.
         median = statistics.median(seconds[len(seconds) // 4 :])
@@ -63,6 +70,7 @@ def main(config):
     folder = HydraConfig.get().runtime.output_dir
     Path(folder, "store").unlink(missing_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # TIDE needs it on GPUs, before CUDA starts
     mp.spawn(train, args=(OmegaConf.to_container(config, enum_to_str=True), folder), nprocs=config.processes)
     result = json.loads(Path(folder, "result.json").read_text())
     print(f"{result['seconds_per_step']:.3f} s per step, loss {result['loss']:.3f}, {result['status']}", flush=True)

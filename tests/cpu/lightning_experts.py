@@ -25,7 +25,7 @@ from tide_strategies import apply_tide
 from tide_strategies.integrations.clipping import clip_grad_norm_
 from tide_strategies.integrations.experts import ExpertGroups
 from tide_strategies.integrations.lightning import saving
-from tide_strategies.integrations.lightning.checkpoint import load_sharded
+from tide_strategies.integrations.lightning.checkpoint import load_sharded, split_for_ranks
 from tide_strategies.integrations.sharding import ShardingOptions, shard_module
 
 EXPERTS = 6  # with two parts three each: uneven over two ranks
@@ -165,7 +165,7 @@ def with_four_ranks(folder):
     }
     moments = [tensor.to_local().clone() for tensor in optimizer.state[model[0].experts.weight].values() if tensor.ndim]
     writer = saving.ShardedWriter(timedelta(seconds=30))
-    writer.write(checkpoint, folder / "experts", background=True, experts=groups)
+    writer.write(split_for_ranks(checkpoint, groups), checkpoint, folder / "experts", background=True)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.to_local().add_(1.0)

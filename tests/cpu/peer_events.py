@@ -11,7 +11,7 @@ import torch
 from models import full_parameters
 from peers import WIDTH, Block, Side, Tied, adam, peer, stack
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -69,6 +69,19 @@ def _(side: Side) -> Any:
         handle = model.blocks[2].unshard(async_op=True)
         handle.wait()
         results.append(side.steps(model, count=1, first=step))
+    return results
+
+
+@peer("unshard before the first forward")
+def _(side: Side) -> Any:
+    """As pipeline schedules do: TIDE is installed while torch's own all-gathers are under way, or done."""
+    results = []
+    for async_op in (True, False):
+        model = side.ready(stack(reshard_after_forward=False))
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard(async_op=async_op)
+        results.append(side.steps(model))
     return results
 
 

@@ -121,6 +121,17 @@ def test_the_section_survives_reading_and_writing(tmp_path):
     assert yaml.safe_load((tmp_path / "tide.yaml").read_text())["tide_config"] == FILE["tide_config"]
 
 
+def test_env_shows_the_section_and_config_writes_none(tmp_path):
+    launcher(tmp_path, FILE)
+    from accelerate.commands import env
+    from accelerate.commands.config.default import write_basic_config
+
+    shown = env.env_command(env.env_command_parser().parse_args(["--config_file", str(tmp_path / "tide.yaml")]))
+    assert shown["`Accelerate` configs"]["tide_config"] == FILE["tide_config"]
+    written = write_basic_config(save_location=str(tmp_path / "basic.json"))
+    assert "tide" not in written.read_text()
+
+
 def test_the_files_that_come_with_the_package_are_accepted(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     folder = files("tide_strategies.configs.accelerate")

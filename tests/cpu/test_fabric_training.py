@@ -1,7 +1,10 @@
 """``Fabric(strategy="tide_fsdp")`` on two processes, against plain single-process PyTorch, in both namespaces."""
 
+import contextlib
 import importlib
+import threading
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import torch
@@ -20,12 +23,17 @@ from lightning_models import (
     run_checks,
     sgd,
 )
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from tide_strategies.errors import TideConfigError
+from tide_strategies.errors import TideConfigError, TidePeerError
+from tide_strategies.integrations.lightning import TideFabricEMA, saving
 
 pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+
+DECAY = 0.75
 
 
 def strategy_of(namespace, **kw):
@@ -142,7 +150,142 @@ def check_checkpoints(namespace, folder):
     plain.load_state_dict(torch.load(folder / "full-adamw.ckpt", weights_only=True)["model"])
 
 
+def stepping(fabric, model, optimizer, ema, dense=None, steps=4):
+    """Steps after each of which the average is updated, and the one of the whole parameters beside it."""
+    for batch in list(part_loader())[:steps]:
+        fabric.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        fabric.call("update", model)
+        if dense is not None:
+            now = full_state(model.module)
+            if dense:
+                get_ema_multi_avg_fn(DECAY)([dense[k] for k in now], list(now.values()), 0)
+            dense.update({k: v for k, v in now.items() if k not in dense})
+
+
+def averages(ema, network):
+    with ema.averaged():
+        return full_state(network)
+
+
+def check_moving_average(namespace, folder):
+    dense, resumed = {}, {}
+    ema = TideFabricEMA(DECAY)
+    fabric = fabric_of(namespace, callbacks=[ema])
+    network = Network()
+    model, optimizer = fabric.setup(network, adamw(network.parameters()))
+    stepping(fabric, model, optimizer, ema, dense)
+    before, averaged = full_state(network), averages(ema, network)
+    # The same additions element by element; a fused multiply-add may round one of them differently.
+    assert_close(averaged, dense, 1e-6)
+    assert max((averaged[k] - v).abs().max() for k, v in before.items()) > 1e-3
+    assert_close(full_state(network), before, 0.0)
+    with ema.averaged():
+        fabric.save(folder / "averages.ckpt", {"model": model})
+    content = torch.load(folder / "averages.ckpt", weights_only=True, map_location="cpu")
+    assert_close(content["model"], averaged, 0.0)
+
+    for kind in ("full", "sharded"):
+        ema = TideFabricEMA(DECAY)
+        fabric = fabric_of(namespace, strategy_of(namespace, state_dict_type=kind), callbacks=[ema])
+        early = TideFabricEMA(DECAY, update_starting_at_step=9)
+        network = Network()
+        model, optimizer = fabric.setup(network, adamw(network.parameters()))
+        stepping(fabric, model, optimizer, ema, steps=2)
+        early.update(model)
+        fabric.save(folder / kind, {"model": model, "optimizer": optimizer, "ema": ema, "early": early})
+        stepping(fabric, model, optimizer, ema)
+        resumed[kind] = (full_state(network), averages(ema, network))
+
+        other, again = Network(seed=1), TideFabricEMA(DECAY)
+        fabric = fabric_of(namespace, strategy_of(namespace, state_dict_type=kind), callbacks=[again])
+        model, optimizer = fabric.setup(other, adamw(other.parameters()))
+        state = {"model": model, "optimizer": optimizer, "ema": again, "early": early}
+        assert fabric.load(folder / kind, state) == {}
+        assert state["ema"] is again
+        stepping(fabric, model, optimizer, again)
+        assert_close(full_state(other), resumed[kind][0], 0.0)
+        assert_close(averages(again, other), resumed[kind][1], 0.0)
+        assert (again._steps, again._last_update, early._steps, early._last_update) == (6, 6, 1, None)
+    assert_close(resumed["full"][1], resumed["sharded"][1], 0.0)
+
+
+@contextlib.contextmanager
+def writing_waits(event):
+    """What would be written reaches the disk only once the event is set."""
+    save = saving.save
+
+    def late(*args, **kw):
+        assert event.wait(30)
+        return save(*args, **kw)
+
+    with mock.patch.object(saving, "save", late):
+        yield
+
+
+def check_saving_in_the_background(namespace, folder):
+    fabric = fabric_of(namespace, strategy_of(namespace, state_dict_type="sharded", save_in_background=True))
+    network, ema, event = Network(), TideFabricEMA(DECAY), threading.Event()
+    model, optimizer = fabric.setup(network, adamw(network.parameters()))
+    state = {"model": model, "optimizer": optimizer, "ema": ema, "step": 4}
+    train(fabric, model, optimizer)
+    ema.update(model)
+    saved = full_state(network)
+    with writing_waits(event):
+        fabric.save(folder / "first.ckpt", state)
+        train(fabric, model, optimizer)  # and the values of the checkpoint do not change
+        ema.update(model)
+        assert not (folder / "first.ckpt/meta.pt").exists()
+        event.set()
+        fabric.save(folder / "second.ckpt", {**state, "step": 8})  # waits for the first
+        assert (folder / "first.ckpt/meta.pt").exists()
+        fabric.strategy.finish_saving()
+        assert (folder / "second.ckpt/meta.pt").exists()
+    expected = full_state(network), averages(ema, network)
+    assert fabric.load(folder / "first.ckpt", state) == {}
+    assert state["step"] == 4
+    assert_close(full_state(network), saved, 0.0)
+    train(fabric, model, optimizer)
+    ema.update(model)
+    assert_close(full_state(network), expected[0], 0.0)
+    assert_close(averages(ema, network), expected[1], 0.0)
+
+    def fail(*args, **kw):
+        raise OSError("no space left, for the test")
+
+    first = dist.get_rank() == 0
+    words = "no space left" if first else "no space left|another rank could not"
+    with mock.patch.object(FileSystemWriter, "write_data", fail if first else FileSystemWriter.write_data):
+        fabric.save(folder / "third.ckpt", state)
+        with pytest.raises((CheckpointException, TidePeerError), match=words):
+            fabric.strategy.finish_saving()
+    fabric.strategy.finish_saving()  # said once
+    assert not (folder / "third.ckpt/meta.pt").exists()
+    whole = fabric_of(namespace)
+    model = whole.setup_module(Network())
+    with mock.patch.object(torch, "save", fail), pytest.raises((OSError, TidePeerError), match=words):
+        whole.save(folder / "whole.ckpt", {"model": model})
+
+
 def check_mistakes(namespace, folder):
+    """The likeliest ones at this door."""
+    strategy = strategy_of(namespace)
+    kind = type(strategy)
+    for options, words in (
+        ({"replicat_size": 2}, "TideFSDPFabricStrategy has no option 'replicat_size'; did you mean 'replicate_size'"),
+        ({"tensor_parallel_size": 2}, "does not take tensor_parallel_size: .* use ModelParallelStrategy for tensor"),
+        ({"state_dict_type": "shard"}, "state_dict_type must be 'full' or 'sharded'; got 'shard'"),
+        ({"save_in_background": True}, "save_in_background=True needs state_dict_type='sharded'"),
+        ({"plan": "fast"}, "'plan' must be "),
+    ):
+        with pytest.raises(TideConfigError, match=words):
+            kind(**options)
+    plugin = importlib.import_module(f"{namespace.__name__}.plugins.io").TorchCheckpointIO()
+    with pytest.raises(TideConfigError, match=r"not with the plugin TorchCheckpointIO: .*save_in_background"):
+        fabric_of(namespace, strategy, plugins=[plugin])
+    with pytest.raises(TideConfigError, match=r"auto_wrap_policy names 'Blok', .* did you mean 'Block'"):
+        fabric_of(namespace, strategy_of(namespace, auto_wrap_policy={"Blok"})).setup_module(Network())
     with pytest.raises(TideConfigError, match="replicate_size=3 does not divide the 2 processes"):
         fabric_of(namespace, strategy_of(namespace, replicate_size=3))
     with pytest.raises(ValueError, match="precision='64-true'"):  # Fabric's own check comes first
@@ -156,7 +299,23 @@ def check_mistakes(namespace, folder):
         fabric.setup(network, optimizer)
     with pytest.raises(TideConfigError, match="with exactly one model that"):
         fabric.load(folder / "x.ckpt", {"model": Network()})
+    with pytest.raises(TideConfigError, match=r"fabric.save\(\) needs state=.* sharded; found 0 in it"):
+        fabric.save(folder / "x.ckpt", {"model": Network()})
+    with pytest.raises(FileNotFoundError, match=r"neither a file nor a folder with meta\.pt"):
+        fabric.load(folder / "x.ckpt", {"model": network})
     assert isinstance(network, FSDPModule)
+    ema = TideFabricEMA()
+    with pytest.raises(TideConfigError, match="TideFabricEMA has no average yet: it begins after optimizer step 0"):
+        averages(ema, network)
+    with pytest.raises(TideConfigError, match=r"got Network\. For other models use .*AveragedModel"):
+        ema.update(Network())
+    ema.update(network)
+    with pytest.raises(TideConfigError, match="averages another model: make one for each"):
+        ema.update(fabric.setup_module(Network()))
+    with ema.averaged(), pytest.raises(TideConfigError, match=r"Save outside of it; or leave the TideFabricEMA out"):
+        fabric.save(folder / "x.ckpt", {"model": network, "ema": ema})
+    with pytest.raises(TideConfigError, match="decay must be a number from 0 to 1"):
+        TideFabricEMA(2)
 
 
 CHECKS = {name: f for name, f in sorted(globals().items()) if name.startswith("check_")}

@@ -59,8 +59,10 @@ if __name__ == "__main__":
 
 FABRIC = """
 import os
+import time
 import torch
 from {fabric} import Fabric
+from tide_strategies.integrations.lightning import saving
 
 if __name__ == "__main__":
     fabric = Fabric(accelerator="cpu", devices=2, strategy="tide_fsdp")
@@ -74,6 +76,10 @@ if __name__ == "__main__":
         optimizer.zero_grad()
     fabric.save("last.ckpt", {{"model": model}})
     os.write(1, b"STEPS %d\\n" % (step + 1))
+    fabric.strategy._save_distributed_checkpoint = fabric.strategy.save_in_background = True
+    write = saving.save
+    saving.save = lambda *args, **kw: (time.sleep(1), write(*args, **kw))
+    fabric.save("end.ckpt", {{"model": model}})
 """
 
 
@@ -167,6 +173,7 @@ def test_lightning_cli_by_class_path_in_the_standalone_namespace(tmp_path):
 def test_fabric_by_name(tmp_path):
     script = FABRIC.format(fabric="lightning.fabric").replace("import torch\n", f"import torch\n{IMPORT}\n", 1)
     check(run(tmp_path, script), tmp_path, groups=3)
+    assert (tmp_path / "end.ckpt/meta.pt").is_file(), "the program's end waits for what is written in the background"
 
 
 def test_an_error_on_one_rank_ends_the_job(tmp_path):

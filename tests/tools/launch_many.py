@@ -4,9 +4,11 @@
     python tests/tools/launch_many.py --door accelerate --times 30      one of them
 
 Each launch is what a user types: a script, started in the way of its door, on two CPU processes, with TIDE under
-it; it trains a few steps and ends. ``--python`` names the interpreter of the environment that has the package (the
-default is the one that runs this). A launch is good if it ends by itself, with exit code 0, having said that its groups
-were accelerated. Exit status: 0 if all were good, 1 if not, 2 if what a door needs is not installed.
+it; it trains a few steps, writes a checkpoint and ends. ``--python`` names the interpreter of the environment that has
+the package (the default is the one that runs this). A launch is good if it ends by itself, with exit code 0, having
+said that its groups were accelerated, and has left its checkpoint. Nearly all of its time are imports: a launcher and
+two ranks import torch and the door's framework. Exit status: 0 if all were good, 1 if not, 2 if what a door needs is
+not installed.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ GOOD = re.compile(r"([1-9]\d*) of \1 groups accelerated")
 
 PLAIN = """\
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from my_project.model import build, train
 from tide_strategies import apply_tide
@@ -42,9 +46,32 @@ for block in model.blocks:
     fully_shard(block)
 handle = apply_tide(fully_shard(model))
 train(model)
+dcp.save(get_model_state_dict(model), checkpoint_id="saved")
 if dist.get_rank() == 0:
     print(handle.report(), flush=True)
 orderly_teardown()
+"""
+
+# The last checkpoint is still being written when the program ends.
+FABRIC = """\
+import torch
+from lightning.fabric import Fabric
+from my_project.model import build
+from tide_strategies.integrations.lightning import TideFabricEMA, TideFSDPFabricStrategy
+
+strategy = TideFSDPFabricStrategy(state_dict_type="sharded", save_in_background=True)
+fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+fabric.launch()
+model = build()
+model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+ema = TideFabricEMA(decay=0.9)
+for _ in range(3):
+    fabric.backward(model(torch.randn(4, 8)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    ema.update(model)
+fabric.print(fabric.strategy.tide_report())
+fabric.save("saved", {"model": model, "optimizer": optimizer, "ema": ema})
 """
 
 FIT = """\
@@ -58,28 +85,42 @@ trainer.fit(Module(), Data())
 
 @dataclass(frozen=True)
 class Door:
-    """The files of a script, the package it needs, and the command that starts it."""
+    """The files of a script, the package it needs, the command that starts it, and the files that it leaves."""
 
     package: str
     command: str
     files: dict[str, str] = field(default_factory=dict)
+    leaves: str = ""
 
 
 _LAUNCH = "accelerate.commands.accelerate_cli launch --cpu --main_process_port 0 --config tide.yaml train.py"
 _ACCELERATE = {**PACKAGE, "tide.yaml": ACCELERATE_FILE}
+_ACCELERATE_SAVING = ACCELERATE.replace("accelerator.end", "accelerator.save_state('saved')\naccelerator.end")
 _SMALL = "steps=2 batch=1 'model={layers: 2, width: 32, heads: 2}'"
 DOORS = {
-    "lightning": Door("lightning", "fit.py", {**PACKAGE, "my_project/lightning.py": LIGHTNING, "fit.py": FIT}),
-    "accelerate": Door("accelerate", f"-m {_LAUNCH}", {**_ACCELERATE, "train.py": ACCELERATE}),
+    "lightning": Door(
+        "lightning",
+        "fit.py",
+        {**PACKAGE, "my_project/lightning.py": LIGHTNING, "fit.py": FIT},
+        "checkpoints/*.ckpt",
+    ),
+    "fabric": Door("lightning", "train.py", {**PACKAGE, "train.py": FABRIC}, "saved/meta.pt"),
+    "accelerate": Door(
+        "accelerate", f"-m {_LAUNCH}", {**_ACCELERATE, "train.py": _ACCELERATE_SAVING}, "saved/**/.metadata"
+    ),
     "transformers": Door(
-        "transformers", f"-m {_LAUNCH} --use_cpu --output_dir out", {**_ACCELERATE, "train.py": TRANSFORMERS}
+        "transformers",
+        f"-m {_LAUNCH} --use_cpu --output_dir out --save_steps 2",
+        {**_ACCELERATE, "train.py": TRANSFORMERS},
+        "out/checkpoint-2/trainer_state.json",
     ),
     "torchrun": Door(
         "torch",
         "-m torch.distributed.run --standalone --nproc-per-node 2 train.py",
         {**PACKAGE, "train.py": PLAIN},
+        "saved/.metadata",
     ),
-    "hydra": Door("hydra", f"{ROOT / 'examples/hydra_sweep.py'} {_SMALL}"),
+    "hydra": Door("hydra", f"{ROOT / 'examples/hydra_sweep.py'} {_SMALL}", leaves="outputs/**/result.json"),
 }
 
 
@@ -89,25 +130,28 @@ class Launches:
 
     codes: Counter[str] = field(default_factory=Counter)
     silent: int = 0
+    nothing_left: int = 0
     seconds: float = 0.0
     bad: list[str] = field(default_factory=list)
 
-    def add(self, code: str, output: str) -> None:
-        """Count one launch."""
+    def add(self, code: str, output: str, left: bool) -> None:
+        """Count one launch, and whether it left its files."""
         self.codes[code] += 1
         found = GOOD.search(output) is not None
         self.silent += code == "0" and not found
-        if code != "0" or not found:
+        self.nothing_left += code == "0" and not left
+        if code != "0" or not found or not left:
             self.bad.append(output)
 
     def row(self, door: str) -> str:
         """A line of the table."""
         total = sum(self.codes.values())
         codes = ", ".join(f"{code}: {count}" for code, count in sorted(self.codes.items()))
-        return f"{door:14}{total:9}  {codes:22}{self.silent:18}{self.seconds / max(1, total):12.1f}"
+        seconds = self.seconds / max(1, total)
+        return f"{door:14}{total:9}  {codes:22}{self.silent:18}{self.nothing_left:16}{seconds:12.1f}"
 
 
-HEADER = f"{'door':14}{'launches':>9}  {'exit codes':22}{'not accelerated':>18}{'s a launch':>12}"
+HEADER = f"{'door':14}{'launches':>9}  {'exit codes':22}{'not accelerated':>18}{'no checkpoint':>16}{'s a launch':>12}"
 
 
 def launch(door: Door, python: str, folder: Path, timeout_s: float) -> tuple[str, str]:
@@ -140,8 +184,12 @@ def launch_many(door: Door, times: int, python: str, result: Launches, timeout_s
             path.write_text(text)
         for _ in range(times):
             began = time.monotonic()
-            result.add(*launch(door, python, Path(tmp), timeout_s))
+            code, output = launch(door, python, Path(tmp), timeout_s)
             result.seconds += time.monotonic() - began
+            left = list(Path(tmp).glob(door.leaves)) if door.leaves else []
+            result.add(code, output, bool(left) or not door.leaves)
+            for path in left:  # the next one has to leave its own
+                path.unlink()
 
 
 def main() -> int:

@@ -7,7 +7,8 @@
 
 Each page has a folder: its files are saved there and its commands typed there, from top to bottom; what needs a
 checkout is typed in a copy of this one. What a reader brings, and what is not run here, is in snippet_readers.py.
-``--environment FOLDER`` takes an environment that is there already, or keeps the one that is made. Exit status: 0 if
+``--environment FOLDER`` takes an environment that is there already, or keeps the one that is made; ``--timeout`` is for
+machines that have other things to do. Exit status: 0 if
 all went well, 1 if a snippet failed, 2 if that list is not that of the pages.
 """
 
@@ -31,7 +32,6 @@ from fresh_environment import build_wheel, outside, whole_environment
 from snippet_readers import FILES, WITHOUT_GPU, not_run, stale, use_of
 from snippets import ROOT, SHELL, Command, Snippet, snippets
 
-TIMEOUT_S = 900
 #: What LightningCLI needs beside Lightning.
 EXTRA = ("jsonargparse[signatures]>=4.27",)
 #: A launch that says nothing of TIDE has not found it.
@@ -62,6 +62,7 @@ class Runner:
     environment: Path
     folder: Path
     gpu: bool
+    timeout_s: float = 900
     outcomes: list[Outcome] = field(default_factory=list)
     #: What was typed in the checkout before: a second page's same command is the same run.
     in_checkout: dict[str, Outcome] = field(default_factory=dict)
@@ -155,10 +156,10 @@ class Runner:
             start_new_session=True,
         )
         try:
-            output, _ = process.communicate(timeout=TIMEOUT_S)
+            output, _ = process.communicate(timeout=self.timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            return 124, f"{process.communicate()[0]}\ndid not end within {TIMEOUT_S} s"
+            return 124, f"{process.communicate()[0]}\ndid not end within {self.timeout_s:g} s"
         return process.returncode, output
 
     def ranks(self, found: list[Snippet], processes: int = 2) -> None:
@@ -253,6 +254,7 @@ def main() -> int:
     add("pages", nargs="*", metavar="PAGE", help="README.md, docs/hydra.md, ... (default: all)")
     add("--ranks-only", action="store_true", help="only Python that runs at once")
     add("--environment", type=Path, help="an environment to use, or to make and keep")
+    add("--timeout", type=float, default=900, help="seconds that a command may take (default: %(default)s)")
     add("--list", action="store_true", help="say what is run")
     args = parser.parse_args()
     found = snippets()
@@ -274,7 +276,7 @@ def main() -> int:
         if not (environment / "bin/python").exists():
             print("making a fresh environment", flush=True)
             whole_environment(environment, build_wheel(Path(tmp)), *EXTRA)
-        runner = Runner(environment, Path(tmp, "work"), gpu=shutil.which("nvidia-smi") is not None)
+        runner = Runner(environment, Path(tmp, "work"), shutil.which("nvidia-smi") is not None, args.timeout)
         runner.folder.mkdir()
         if at_once := [s for s in found if for_ranks(s)]:
             runner.ranks(at_once)

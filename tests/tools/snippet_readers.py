@@ -306,6 +306,14 @@ USES: dict[tuple[str, str], Use] = {
         save_as="averages.py",
         then=("python averages.py",),
     ),
+    ("docs/lightning.md", "TideFabricEMA(decay"): Use(
+        before=f"import torch\nfrom my_project.model import build\nmodel = build()\n{_DATA}"
+        "optimizer = torch.optim.AdamW(model.parameters())\n",
+        after="import pathlib\nassert all(pathlib.Path(p, 'meta.pt').is_file() for p in ('last', 'averages'))\n"
+        "assert strategy.tide_report().installed\n",
+        save_as="loop.py",
+        then=("python loop.py",),
+    ),
     ("docs/lightning.md", "class_path:"): Use(
         save_as="config.yaml", then=("python cli.py fit --config config.yaml --trainer.devices 2",)
     ),

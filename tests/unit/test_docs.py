@@ -12,6 +12,8 @@ import yaml
 from snippet_readers import NOT_RUN, USES, Use, stale
 from snippets import FENCE, LANGUAGES, Snippet, snippets
 
+from tide_strategies.cli.main import main
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -115,6 +117,18 @@ def test_the_first_page_leads_to_every_door() -> None:
     start = (DOCS / "index.md").read_text()
     for door in ("lightning.md", "accelerate.md", "transformers.md", "hydra.md", "plain_pytorch.md"):
         assert f"]({door})" in start
+
+
+@pytest.mark.parametrize("collective", ["all-gather", "reduce-scatter"])
+def test_a_picture_of_a_schedule_is_what_its_command_draws(
+    collective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (DOCS / "how_it_works.md").read_text()
+    (command,) = re.findall(rf"^tide (timeline {collective} .*)$", page, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    assert main(command.split()) == 0
+    drawn = f"{collective}.svg"
+    assert (tmp_path / drawn).read_text() == (DOCS / "pictures" / drawn).read_text(), f"draw it anew: tide {command}"
 
 
 @pytest.mark.parametrize("page", ALL, ids=relative)

@@ -56,7 +56,7 @@ def test_a_command_succeeds_if_it_does_what_the_page_says(tmp_path: Path, monkey
 
 
 def test_launches_are_good_if_they_end_well_and_were_accelerated() -> None:
-    """By exit code; a training that TIDE was not in is no success either."""
+    """By exit code; a training that TIDE was not in is no success either, nor one that has left no checkpoint."""
     script = "import sys\nprint('2 of 2 groups accelerated')\nsys.exit(3)\n"
     result = Launches()
     for text in (script, script.replace("3)", "0)"), script.replace("2 of 2", "0 of 2").replace("3)", "0)")):
@@ -64,4 +64,10 @@ def test_launches_are_good_if_they_end_well_and_were_accelerated() -> None:
     assert result.codes == {"0": 4, "3": 2}
     assert result.silent == 2
     assert len(result.bad) == 4
-    assert result.row("x").split()[:6] == ["x", "6", "0:", "4,", "3:", "2"]
+    good = script.replace("3)", "0)") + "# and with a checkpoint\n"
+    once = "import os\nif not os.path.exists('was'): open('was', 'w'), open('saved', 'w')\n" + good
+    for text in (good, once):  # the second time, the checkpoint of the first one is gone
+        launch_many(Door("json", "train.py", {"train.py": text}, "saved"), 2, sys.executable, result)
+    assert result.nothing_left == 3
+    assert len(result.bad) == 7
+    assert result.row("x").split()[:8] == ["x", "10", "0:", "8,", "3:", "2", "2", "3"]

@@ -309,6 +309,7 @@ def _open_rail(exchange: Exchange, ranks: dist.ProcessGroup, topology: Topology,
 
 
 def _reshard(group: Any) -> None:
+    group.wait_for_unshard()  # torch's own all-gather may be under way: unshard(async_op=True) before the first forward
     if group.is_unsharded:
         group._to_sharded()
 

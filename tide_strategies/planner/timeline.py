@@ -86,6 +86,7 @@ def svg(spans: Sequence[Span], title: str) -> str:
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20}" height="{height}" '
         f'font-family="sans-serif" font-size="10">',
+        '<rect width="100%" height="100%" fill="#fff"/>',  # readable on dark pages too
         f'<text x="4" y="14" font-size="12">{escape(title)}</text>',
     ]
     for i, key in enumerate(rows):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tide_strategies.integrations.lightning.registration import FABRIC_MODULES, TRAINER_MODULES
 
 if TYPE_CHECKING:
+    from tide_strategies.integrations.lightning.fabric_ema import TideFabricEMA as TideFabricEMA
     from tide_strategies.integrations.lightning.fabric_unified import TideFSDPFabricStrategy as TideFSDPFabricStrategy
     from tide_strategies.integrations.lightning.trainer_unified import TideEMA as TideEMA
     from tide_strategies.integrations.lightning.trainer_unified import TideFSDPStrategy as TideFSDPStrategy
@@ -29,10 +30,12 @@ _LAZY = {
     "TideFSDPFabricStrategy": FABRIC_MODULES,
 }
 
-__all__ = ["TideEMA", "TideFSDPFabricStrategy", "TideFSDPStrategy", "TideMonitor"]
+__all__ = ["TideEMA", "TideFSDPFabricStrategy", "TideFSDPStrategy", "TideFabricEMA", "TideMonitor"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "TideFabricEMA":  # has nothing of either copy of Lightning
+        return importlib.import_module(f"{__name__}.fabric_ema").TideFabricEMA
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     modules = _LAZY[name]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tide_strategies.config import TideConfig
-from tide_strategies.errors import TideConfigError
+from tide_strategies.errors import TideConfigError, TidePeerError
 from tide_strategies.integrations.experts import ExpertGroups
 from tide_strategies.integrations.lightning import options as opt
 from tide_strategies.integrations.sharding import ShardingOptions, policy_for_precision, shard_module
@@ -111,6 +112,22 @@ class TideStrategyBase(_Host):
     def _shard(self, module: nn.Module, precision: str) -> None:
         mesh, policy = self._data_parallel_mesh, self._policy(precision)
         shard_module(module, mesh, self.root_device, self.sharding, policy, self._experts)
+
+    # ---- checkpoints
+
+    @contextmanager
+    def _failing_together(self, what: str) -> Iterator[None]:
+        """An error of one rank becomes one of all ranks, which would wait for it otherwise."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        if not self.reduce_boolean_decision(error is not None, all=False):
+            return
+        if error is not None:
+            raise error
+        raise TidePeerError(f"another rank could not {what}; the reason is in its output")
 
     # ---- TIDE
 

@@ -59,9 +59,13 @@ def split_for_ranks(checkpoint: dict[str, Any], experts: ExpertGroups | None = N
 
 
 def load_sharded_average(
-    path: Path, module: nn.Module, dtypes: Mapping[str, torch.dtype], experts: ExpertGroups | None = None
+    path: Path,
+    module: nn.Module,
+    key: str,
+    dtypes: Mapping[str, torch.dtype],
+    experts: ExpertGroups | None = None,
 ) -> dict[str, Tensor]:
-    """Read the average of a sharded checkpoint, laid out like the module; a collective call.
+    """Read the average of a sharded checkpoint (its entry ``key``), laid out like the module; a collective call.
 
     Raises:
         TideConfigError: if the average has tensors that the module has not.
@@ -77,7 +81,7 @@ def load_sharded_average(
         tensor = tensors[name]
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         average[name] = sharded_like(tensor, torch.empty_like(local, dtype=dtype, requires_grad=False))
-    _read({AVERAGE_KEY: average}, path, experts)
+    _read({key: average}, path, experts)
     return average
 
 

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import atexit
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -14,12 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from tide_strategies.config import TideConfig
 from tide_strategies.errors import TideConfigError
+from tide_strategies.integrations.averaging import gather_on_rank0
 from tide_strategies.integrations.clipping import clip_grad_norm_, clip_grad_value_
 from tide_strategies.integrations.lightning.base import TideStrategyBase
 from tide_strategies.integrations.lightning.checkpoint import (
@@ -29,7 +33,11 @@ from tide_strategies.integrations.lightning.checkpoint import (
     load_full_module,
     load_full_optimizers,
     load_sharded,
+    load_sharded_average,
 )
+from tide_strategies.integrations.lightning.fabric_ema import TideFabricEMA
+from tide_strategies.integrations.lightning.options import check_flag
+from tide_strategies.integrations.lightning.saving import ShardedWriter
 from tide_strategies.integrations.sharding import set_gradient_sync
 from tide_strategies.integrations.wrapping import WrapPolicy
 
@@ -53,6 +61,8 @@ class FabricStrategy(TideStrategyBase, _Host):
         sync_module_states: start from rank 0's parameters and buffers on all ranks.
         state_dict_type: "full" saves one file with everything, "sharded" a folder with a part per rank. Both kinds
             load, whichever is set.
+        save_in_background: ``fabric.save`` copies the state and returns, and a thread writes it; only for sharded
+            checkpoints. :meth:`finish_saving` waits for it, as the next save, a load and the program's end do.
         weights_only: False also loads checkpoints with arbitrary Python objects, which can run code of their
             author.
         tide: options of TIDE, a :class:`~tide_strategies.TideConfig` or a mapping.
@@ -74,6 +84,7 @@ class FabricStrategy(TideStrategyBase, _Host):
         replicate_size: int = 1,
         sync_module_states: bool = True,
         state_dict_type: Literal["full", "sharded"] = "full",
+        save_in_background: bool = False,
         weights_only: bool = True,
         tide: TideConfig | Mapping[str, Any] | None = None,
         process_group_backend: str | None = None,
@@ -93,6 +104,13 @@ class FabricStrategy(TideStrategyBase, _Host):
             tide=tide,
             options=options,
         )
+        check_flag("save_in_background", save_in_background)
+        if save_in_background and state_dict_type == "full":
+            raise TideConfigError(
+                "save_in_background=True needs state_dict_type='sharded', where each rank writes its own part. "
+                "torch.distributed.checkpoint.format_utils.dcp_to_torch_save makes one file of such a checkpoint."
+            )
+        self.save_in_background = save_in_background
         super().__init__(
             parallelize_fn=_not_used,
             tensor_parallel_size=1,
@@ -101,6 +119,20 @@ class FabricStrategy(TideStrategyBase, _Host):
             timeout=timeout,
         )
         self._backward_sync_control: Any = _BackwardSyncControl()
+        self._sharded_writer = ShardedWriter(timeout or default_pg_timeout)
+        self._waits_at_exit = False
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """There is none, as in ``ModelParallelStrategy``."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: Any) -> None:
+        raise TideConfigError(
+            f"{type(self).__name__} writes checkpoints itself, not with the plugin {type(plugin).__name__}: leave it "
+            f"out. The options state_dict_type='sharded', save_in_background=True save while training goes on."
+        )
 
     # ---- setup
 
@@ -187,6 +219,43 @@ class FabricStrategy(TideStrategyBase, _Host):
 
     # ---- checkpoints
 
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write the objects in ``state``; a collective call.
+
+        Raises:
+            TideConfigError: unless there is exactly one sharded module in ``state``.
+            TidePeerError: if another rank could not write this checkpoint or the one before it; that rank raises what
+                kept it from doing so.
+        """
+        _, module = _one_module(state, "save")
+        with self._failing_together("write a checkpoint"):
+            if not self._save_distributed_checkpoint or storage_options is not None or filter is not None:
+                whole = {k: v.to_save(gather_on_rank0) if isinstance(v, TideFabricEMA) else v for k, v in state.items()}
+                super().save_checkpoint(path, whole, storage_options, filter)
+                return
+            parts, rest = _split_for_ranks(state, module)
+            if self.save_in_background and not self._waits_at_exit:
+                # Registered after the teardown of the process groups, and so run before it.
+                atexit.register(self._sharded_writer.wait)
+                self._waits_at_exit = True
+            self._sharded_writer.write(parts, rest, Path(self.broadcast(path)), background=self.save_in_background)
+
+    def finish_saving(self) -> None:
+        """Return when no checkpoint is being written any more; a collective call.
+
+        Raises:
+            TideTimeoutError: if it does not end within the strategy's ``timeout``.
+            TidePeerError: if another rank could not write its part; that rank raises what kept it from doing so.
+        """
+        with self._failing_together("finish a checkpoint"):
+            self._sharded_writer.wait()
+
     def load_checkpoint(
         self,
         path: str | Path,
@@ -199,23 +268,18 @@ class FabricStrategy(TideStrategyBase, _Host):
         Raises:
             TideConfigError: unless ``state`` is a module, or a mapping with exactly one sharded module in it.
         """
+        if self.save_in_background:
+            self.finish_saving()
         path = Path(self.broadcast(path))
         safe = self.weights_only if weights_only is None else weights_only
         how = f"{type(self).__name__}(weights_only=False)"
         if isinstance(state, nn.Module):
             load_full_module(state, load_file(path, weights_only=safe, where=how), strict)
             return {}
-        modules: dict[str, Any] = {}
-        if isinstance(state, dict):
-            modules = {k: v for k, v in state.items() if isinstance(v, FSDPModule)}
-        if len(modules) != 1 or not isinstance(state, dict):
-            raise TideConfigError(
-                f"fabric.load() needs state={{'model': model, ...}} with exactly one model that fabric.setup() has "
-                f"sharded; found {len(modules)} in it."
-            )
-        ((key, module),) = modules.items()
+        key, module = _one_module(state, "load")
+        assert isinstance(state, dict)
         optimizers = {k: v for k, v in state.items() if isinstance(v, Optimizer)}
-        if is_sharded_checkpoint(path):
+        if sharded := is_sharded_checkpoint(path):
             load_sharded(path, module, key, optimizers, strict)
             rest = load_file(path / METADATA_FILE, weights_only=safe, where=how)
         else:
@@ -223,11 +287,15 @@ class FabricStrategy(TideStrategyBase, _Host):
             load_full_module(module, _take(rest, key, path), strict)
             states = [_take(rest, name, path) for name in optimizers]
             load_full_optimizers(module, list(optimizers.values()), states, strict)
-        for name in state.keys() - modules.keys() - optimizers.keys():
+        for name in [n for n in state if n != key and n not in optimizers]:
             if name not in rest and not strict:
                 continue
             value, target = _take(rest, name, path), state[name]
-            if hasattr(target, "load_state_dict"):
+            if isinstance(target, TideFabricEMA):
+                if sharded and value["last_update"] is not None:
+                    value["average"] = load_sharded_average(path, module, name, value.pop("dtypes"))
+                target.load(module, value)
+            elif hasattr(target, "load_state_dict"):
                 target.load_state_dict(value)
             else:
                 state[name] = value
@@ -247,6 +315,36 @@ class _BackwardSyncControl:
             yield
         finally:
             set_gradient_sync(module, True)
+
+
+def _one_module(state: Any, verb: str) -> tuple[str, Any]:
+    """The one sharded module in ``state``, and its key."""
+    modules = [(k, v) for k, v in state.items() if isinstance(v, FSDPModule)] if isinstance(state, dict) else []
+    if len(modules) != 1:
+        raise TideConfigError(
+            f"fabric.{verb}() needs state={{'model': model, ...}} with exactly one model that fabric.setup() has "
+            f"sharded; found {len(modules)} in it."
+        )
+    return modules[0]
+
+
+def _split_for_ranks(state: dict[str, Any], module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What each rank writes its own part of, and what rank 0 writes."""
+    options = StateDictOptions(cpu_offload=True)
+    parts: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, nn.Module):
+            parts[key] = get_model_state_dict(value, options=options)
+        elif isinstance(value, Optimizer):
+            parts[key] = get_optimizer_state_dict(module, value, options=options)
+        elif isinstance(value, TideFabricEMA):
+            rest[key] = value.to_save(dict)
+            parts[key] = rest[key].pop("average")
+            rest[key]["dtypes"] = {name: tensor.dtype for name, tensor in parts[key].items()}
+        else:
+            rest[key] = value.state_dict() if isinstance(value, Stateful) else value
+    return parts, rest
 
 
 def _take(checkpoint: dict[str, Any], key: str, path: Path) -> Any:

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tide_strategies.errors import TideTimeoutError
-from tide_strategies.integrations.experts import ExpertGroups
-from tide_strategies.integrations.lightning.checkpoint import METADATA_FILE, split_for_ranks
+from tide_strategies.integrations.lightning.checkpoint import METADATA_FILE
 
 
 class ShardedWriter:
@@ -43,10 +42,8 @@ class ShardedWriter:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._timeout,)  # threads and groups belong to this process
 
-    def write(
-        self, checkpoint: dict[str, Any], path: Path, *, background: bool, experts: ExpertGroups | None = None
-    ) -> None:
-        """Write ``checkpoint`` (which loses its large parts) into the folder ``path``; a collective call.
+    def write(self, parts: dict[str, Any], rest: dict[str, Any], path: Path, *, background: bool) -> None:
+        """Write ``parts``, of which each rank has its own, and rank 0's ``rest`` into a folder; a collective call.
 
         In the background, what is written are the values at the time of the call.
 
@@ -58,11 +55,10 @@ class ShardedWriter:
             path.unlink(missing_ok=True)
         path.mkdir(parents=True, exist_ok=True)
         index = None
-        parts = split_for_ranks(checkpoint, experts)
         if dist.get_rank() == 0:
             (path / METADATA_FILE).unlink(missing_ok=True)
             index = io.BytesIO()
-            torch.save(checkpoint, index)
+            torch.save(rest, index)
         if not background:
             _write(parts, path, index, None)
             return
@@ -108,7 +104,7 @@ class ShardedWriter:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+    return tensor.detach().to("cpu", copy=True)  # averages come from the device, the rest is on the CPU already
 
 
 def _write(parts: dict[str, Any], path: Path, index: io.BytesIO | None, group: dist.ProcessGroup | None) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from tide_strategies.config import TideConfig
-from tide_strategies.errors import TideConfigError, TidePeerError
+from tide_strategies.errors import TideConfigError
 from tide_strategies.integrations.clipping import clip_grad_norm_, clip_grad_value_
 from tide_strategies.integrations.experts import ExpertGroups
 from tide_strategies.integrations.lightning.base import TideStrategyBase
@@ -37,6 +37,7 @@ from tide_strategies.integrations.lightning.checkpoint import (
     load_full_optimizers,
     load_sharded,
     load_sharded_average,
+    split_for_ranks,
 )
 from tide_strategies.integrations.lightning.ema import Ema
 from tide_strategies.integrations.lightning.options import check_experts, check_flag
@@ -334,8 +335,8 @@ class TrainerStrategy(TideStrategyBase, _Host):
                 super().save_checkpoint(checkpoint, filepath, storage_options)
             else:
                 path = Path(self.broadcast(filepath))
-                background, experts = self._saves_in_background, self._experts
-                self._sharded_writer.write(checkpoint, path, background=background, experts=experts)
+                parts = split_for_ranks(checkpoint, self._experts)
+                self._sharded_writer.write(parts, checkpoint, path, background=self._saves_in_background)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.status != "running":  # nothing else would wait for it
             self._finish_saving()
@@ -359,20 +360,6 @@ class TrainerStrategy(TideStrategyBase, _Host):
     def _saves_in_background(self) -> bool:
         return _is_a(self._checkpoint_io, "AsyncCheckpointIO")
 
-    @contextmanager
-    def _failing_together(self, what: str) -> Iterator[None]:
-        """An error of one rank becomes one of all ranks, which would wait for it otherwise."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:
-            error = caught
-        if not self.reduce_boolean_decision(error is not None, all=False):
-            return
-        if error is not None:
-            raise error
-        raise TidePeerError(f"another rank could not {what}; the reason is in its output")
-
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Restore the model and, in ``fit``, the optimizers, from either kind of checkpoint; returns the rest.
 
@@ -393,7 +380,8 @@ class TrainerStrategy(TideStrategyBase, _Host):
             rest = load_file(path / METADATA_FILE, weights_only=safe, where=how)
             trainer: Any = self.lightning_module.trainer
             if AVERAGE_KEY in rest and any(isinstance(c, Ema) for c in trainer.callbacks):
-                average = load_sharded_average(path, self.model, rest[AVERAGE_KEY]["dtypes"], self._experts)
+                dtypes = rest[AVERAGE_KEY]["dtypes"]
+                average = load_sharded_average(path, self.model, AVERAGE_KEY, dtypes, self._experts)
                 rest[AVERAGE_KEY]["average"] = average
             return rest
         if self.expert_parallel_size > 1:
