@@ -17,7 +17,7 @@ VENV ?= .venv
 EXTRAS := lightning,accelerate,transformers,hydra,plots,dev
 PYTEST_ARGS ?=
 # Tests that bound times, or measure.
-TIMED := $(patsubst %,tests/cpu/test_%.py,arena autopsy bench bench_ranks exchange failures step_peak teardown)
+TIMED := $(patsubst %,tests/cpu/test_%.py,arena autopsy exchange failures step_peak teardown)
 
 BIN := $(VENV)/bin
 # Absolute, so that these are the environment's own whatever is active in the caller's shell.
@@ -39,7 +39,7 @@ GPU_PACKAGE := $(abspath build/gpu-package)
 BENCHMARKS ?= collectives step interference
 BENCH_OUTPUT := $(abspath bench_output)
 
-.PHONY: help setup demo test lint docs bench gpu-package test-gpu bench-gpu clean distclean
+.PHONY: help setup demo test test-all lint docs bench gpu-package test-gpu bench-gpu clean distclean
 
 help: ## Say what there is to make
 	@echo "Targets:"
@@ -75,14 +75,15 @@ demo: setup ## Train a small GPT with stock FSDP2 and with TIDE; results in demo
 	@echo "==> Running the demo"
 	@$(PY) -m tide_strategies.cli.demo --output demo_output
 
-test: lint ## Check style and types, then run all tests
+test: lint ## Check style and types, then run the tests
 	@echo "==> Running the tests"
-	@# Two at a time, but for those that bound times, or measure. Files with ranks stay together, for they share launches.
-	@# 5: PYTEST_ARGS chose none.
-	@$(PY) -m pytest -n 2 tests/unit tests/model $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
-	@$(PY) -m pytest -n 2 --dist loadfile --ignore tests/unit --ignore tests/model $(TIMED:%=--ignore %) tests \
-	  $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
+	@# Two files at a time, the slowest first; what bounds times, or measures, alone. 5: PYTEST_ARGS chose none.
+	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TIMED:%=--ignore %) tests $(PYTEST_ARGS) || \
+	  [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
 	@$(PY) -m pytest $(TIMED) $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
+
+test-all: PYTEST_ARGS += --all
+test-all: test ## The same with every case of what test shows for a part
 
 lint: setup ## Check style (ruff) and types (mypy)
 	@echo "==> Checking style and types"
