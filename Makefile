@@ -23,6 +23,8 @@ BIN := $(VENV)/bin
 # Absolute, so that these are the environment's own whatever is active in the caller's shell.
 PY := $(abspath $(BIN))/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
+# Of the modules installed, few are ever imported; Python compiles those when they are.
+INSTALL := $(PIP) install --no-compile
 NATIVE := CMakeLists.txt $(wildcard csrc/*) $(wildcard cmake/*)
 
 # One stamp per step of the set-up: a step runs again only when what it depends on has changed. The name of torch's
@@ -60,7 +62,7 @@ $(STAMP_VENV):
 
 $(STAMP_TORCH): $(STAMP_VENV)
 	@echo "==> Installing $(TORCH) (a large download on a fresh machine)"
-	@$(PIP) install '$(TORCH)'
+	@$(INSTALL) '$(TORCH)'
 	@rm -f $(VENV)/.installed-torch* $(STAMP_PACKAGE)
 	@touch '$@'
 
@@ -68,7 +70,7 @@ $(STAMP_PACKAGE): $(STAMP_TORCH) pyproject.toml $(NATIVE)
 	@$(PY) -c 'import shutil, os, sys; sys.exit(not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))))' || { \
 	  echo "The native core needs a C++17 compiler, and none was found (c++, g++, clang++, or CXX=...)." >&2; exit 1; }
 	@echo "==> Building the native core and installing tide-strategies with its extras ($(EXTRAS))"
-	@$(PIP) install --editable '.[$(EXTRAS)]' '$(TORCH)'
+	@$(INSTALL) --editable '.[$(EXTRAS)]' '$(TORCH)'
 	@touch '$@'
 
 demo: setup ## Train a small GPT with stock FSDP2 and with TIDE; results in demo_output/
@@ -99,7 +101,7 @@ docs: $(STAMP_DOCS) ## Build the documentation site into build/site; a broken li
 
 $(STAMP_DOCS): $(STAMP_PACKAGE)
 	@echo "==> Installing the tools of the documentation"
-	@$(PIP) install 'tide-strategies[docs]'
+	@$(INSTALL) 'tide-strategies[docs]'
 	@touch '$@'
 
 bench: setup ## Measure the collectives on the CPU
