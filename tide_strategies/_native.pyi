@@ -229,8 +229,14 @@ class cuda:
     def order(from_stream: int, to_stream: int) -> None:
         """Let one stream continue only after what another holds now. Either may be a default stream."""
     @staticmethod
+    def copy(target: int, source: int, bytes: int, stream: int) -> None:
+        """Copy bytes from one device address to another, which may be a peer's, on a stream of one's own."""
+    @staticmethod
     def be_patient(seconds: float) -> None:
         """Let the host wait for the device this long where it has to, if that is longer than what was set before."""
+    @staticmethod
+    def settle(device: int, seconds: float) -> bool:
+        """Wait until the device is through with everything that it has been given; False if it takes longer."""
 
     class Allocation:
         """Physical memory of a device that other processes can map. ``OSError`` (ENOMEM) if there is not enough."""

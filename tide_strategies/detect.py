@@ -58,7 +58,7 @@ FALLBACKS: dict[str, tuple[str, str]] = {
     ),
     "TIDE-F020": (
         "the ranks cannot share memory: {}",
-        "run the ranks of a sharding group on one host, or CPU ranks with rail: auto",
+        "run the ranks of a node on one host, or leave topology and rail on auto",
     ),
     "TIDE-F021": (
         "there is no room for the shared arena: {}",
@@ -66,8 +66,8 @@ FALLBACKS: dict[str, tuple[str, str]] = {
     ),
     "TIDE-F022": ("the configuration keeps stock collectives (plan: stock)", "set plan: auto"),
     "TIDE-F023": (
-        "the configured topology has several nodes, whose GPUs cannot be connected yet: {}",
-        "shard within a host (HSDP replicates across hosts), or run all ranks on one host",
+        "the rail that is asked for does not reach GPUs of other hosts: {}",
+        "set rail: auto, shard within a host (HSDP replicates across hosts), or run all ranks on one host",
     ),
     "TIDE-F024": (
         "the configured topology {} does not fit the group: {}",

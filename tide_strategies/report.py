@@ -45,9 +45,11 @@ class GroupReport:
         storage: "ring", "pinned" or "torch".
         topology: nodes x ranks per node of the ranks that the group is sharded over, such as "2x4"; like the next three
             empty on the stock path.
-        rail: what connects the nodes: "local" (memory that they share), "p2p" (messages), or "none" (one node).
+        rail: what connects the nodes: "local" (memory that they share), "p2p" (messages), "nccl_rma" (puts through
+            NCCL), or "none" (one node).
         schedule: "direct" (one node), "two-level" (several), or "lane" (several with one rank on each).
         placement: why this topology and this rail, in words.
+        multicast: whether one copy reaches all GPUs of a node, and why not, in words; empty for CPU ranks.
         calibration: what both paths took by themselves, in words; empty if they were not timed (``plan``).
     """
 
@@ -60,9 +62,10 @@ class GroupReport:
     unsharded_bytes: int
     storage: Literal["ring", "pinned", "torch"]
     topology: str = ""
-    rail: Literal["", "none", "local", "p2p"] = ""
+    rail: Literal["", "none", "local", "p2p", "nccl_rma"] = ""
     schedule: Literal["", "direct", "two-level", "lane"] = ""
     placement: str = ""
+    multicast: str = ""
     calibration: str = ""
     all_gather: CollectiveStats = field(default_factory=CollectiveStats)
     reduce_scatter: CollectiveStats = field(default_factory=CollectiveStats)
@@ -136,14 +139,15 @@ class TideReport:
 
     def _placements(self) -> list[str]:
         """A line for each way in which groups are placed; which groups, only if they differ."""
-        placed: dict[tuple[str, str, str, str], list[str]] = {}
+        placed: dict[tuple[str, ...], list[str]] = {}
         for g in self.groups:
             if g.topology:
-                placed.setdefault((g.topology, g.rail, g.schedule, g.placement), []).append(g.name)
+                placed.setdefault((g.topology, g.rail, g.schedule, g.placement, g.multicast), []).append(g.name)
         return [
             f"  nodes x ranks {topology}, rail {rail}, schedule {schedule} ({why})"
+            + (f", multicast {multicast}" if multicast else "")
             + (f": {', '.join(names)}" if len(placed) > 1 else "")
-            for (topology, rail, schedule, why), names in placed.items()
+            for (topology, rail, schedule, why, multicast), names in placed.items()
         ]
 
     def __str__(self) -> str:

@@ -30,7 +30,7 @@ MemOp mem_op(int operation, DevicePtr address, uint32_t value, unsigned flags) {
 
 // Scratch space, kept from call to call.
 struct Scratch {
-  std::vector<CopyPlace> places;
+  std::vector<PlacedCopy> copies;
   std::vector<MemOp> ops;
   std::vector<Wait> waits;
 };
@@ -120,13 +120,13 @@ void Call::enqueue_lanes(const std::vector<uint64_t>& cuda_streams) const {
 }
 
 void Call::enqueue_copies(const Segment& segment, StreamHandle stream) const {
-  std::vector<CopyPlace>& places = scratch().places;
-  places.clear();
+  std::vector<PlacedCopy>& copies = scratch().copies;
+  copies.clear();
   for (size_t i = segment.first; i < segment.first + segment.count; ++i) {
     const Copy& c = program_->copies()[i];
-    places.push_back({at(c.src), at(c.dst)});
+    copies.push_back({at(c.src), at(c.dst), &c.shape});
   }
-  program_->graph(segment, control_->device(), places).launch(places, stream);
+  enqueue_together(copies, stream);
 }
 
 void Call::append_notify(const Signal& s, std::vector<MemOp>& ops) const {

@@ -67,18 +67,17 @@ SAME_SIZE(MemAccessDesc, CUmemAccessDesc);
 SAME_FIELD(MemAccessDesc, location, CUmemAccessDesc, location);
 SAME_FIELD(MemAccessDesc, flags, CUmemAccessDesc, flags);
 
-SAME_SIZE(MemcpyParams, CUDA_MEMCPY3D);
-SAME_FIELD(MemcpyParams, src_x, CUDA_MEMCPY3D, srcXInBytes);
-SAME_FIELD(MemcpyParams, src_type, CUDA_MEMCPY3D, srcMemoryType);
-SAME_FIELD(MemcpyParams, src_device, CUDA_MEMCPY3D, srcDevice);
-SAME_FIELD(MemcpyParams, src_pitch, CUDA_MEMCPY3D, srcPitch);
-SAME_FIELD(MemcpyParams, dst_x, CUDA_MEMCPY3D, dstXInBytes);
-SAME_FIELD(MemcpyParams, dst_type, CUDA_MEMCPY3D, dstMemoryType);
-SAME_FIELD(MemcpyParams, dst_device, CUDA_MEMCPY3D, dstDevice);
-SAME_FIELD(MemcpyParams, dst_pitch, CUDA_MEMCPY3D, dstPitch);
-SAME_FIELD(MemcpyParams, width_bytes, CUDA_MEMCPY3D, WidthInBytes);
-SAME_FIELD(MemcpyParams, height, CUDA_MEMCPY3D, Height);
-SAME_FIELD(MemcpyParams, depth, CUDA_MEMCPY3D, Depth);
+SAME_SIZE(Memcpy2D, CUDA_MEMCPY2D);
+SAME_FIELD(Memcpy2D, src_x, CUDA_MEMCPY2D, srcXInBytes);
+SAME_FIELD(Memcpy2D, src_type, CUDA_MEMCPY2D, srcMemoryType);
+SAME_FIELD(Memcpy2D, src_device, CUDA_MEMCPY2D, srcDevice);
+SAME_FIELD(Memcpy2D, src_pitch, CUDA_MEMCPY2D, srcPitch);
+SAME_FIELD(Memcpy2D, dst_x, CUDA_MEMCPY2D, dstXInBytes);
+SAME_FIELD(Memcpy2D, dst_type, CUDA_MEMCPY2D, dstMemoryType);
+SAME_FIELD(Memcpy2D, dst_device, CUDA_MEMCPY2D, dstDevice);
+SAME_FIELD(Memcpy2D, dst_pitch, CUDA_MEMCPY2D, dstPitch);
+SAME_FIELD(Memcpy2D, width_bytes, CUDA_MEMCPY2D, WidthInBytes);
+SAME_FIELD(Memcpy2D, height, CUDA_MEMCPY2D, Height);
 
 SAME_SIZE(MemOp, CUstreamBatchMemOpParams);
 SAME_FIELD(MemOp, address, CUstreamBatchMemOpParams, waitValue.address);
@@ -144,13 +143,8 @@ SAME_SHAPE(EventQuery, cuEventQuery);
 SAME_SHAPE(StreamBatchMemOp, cuStreamBatchMemOp);
 SAME_SHAPE(MemcpyDtoHAsync, cuMemcpyDtoHAsync);
 SAME_SHAPE(MemcpyHtoDAsync, cuMemcpyHtoDAsync);
-SAME_SHAPE(GraphCreate, cuGraphCreate);
-SAME_SHAPE(GraphAddMemcpyNode, cuGraphAddMemcpyNode);
-SAME_SHAPE(GraphInstantiate, cuGraphInstantiateWithFlags);
-SAME_SHAPE(GraphExecMemcpyNodeSetParams, cuGraphExecMemcpyNodeSetParams);
-SAME_SHAPE(GraphLaunch, cuGraphLaunch);
-SAME_SHAPE(GraphExecDestroy, cuGraphExecDestroy);
-SAME_SHAPE(GraphDestroy, cuGraphDestroy);
+SAME_SHAPE(MemcpyDtoDAsync, cuMemcpyDtoDAsync);
+SAME_SHAPE(Memcpy2DAsync, cuMemcpy2DAsync);
 SAME_SHAPE(MemsetD8Async, cuMemsetD8Async);
 SAME_SHAPE(LaunchKernel, cuLaunchKernel);
 SAME_SHAPE(FuncSetAttribute, cuFuncSetAttribute);
@@ -161,6 +155,32 @@ SAME_SHAPE(ModuleGetFunction, cuModuleGetFunction);
 SAME_SHAPE(ModuleUnload, cuModuleUnload);
 #if CUDA_VERSION >= 12050
 SAME_SHAPE(CtxRecordEvent, cuCtxRecordEvent);
+#endif
+#if CUDA_VERSION >= 12080
+SAME_VALUE(kSourceInStreamOrder, CU_MEMCPY_SRC_ACCESS_ORDER_STREAM);
+SAME_VALUE(kPreferOverlapWithCompute, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE);
+SAME_VALUE(kOperandPointer, CU_MEMCPY_OPERAND_TYPE_POINTER);
+SAME_SIZE(MemcpyAttributes, CUmemcpyAttributes);
+SAME_FIELD(MemcpyAttributes, source_order, CUmemcpyAttributes, srcAccessOrder);
+SAME_FIELD(MemcpyAttributes, source_hint, CUmemcpyAttributes, srcLocHint);
+SAME_FIELD(MemcpyAttributes, target_hint, CUmemcpyAttributes, dstLocHint);
+SAME_FIELD(MemcpyAttributes, flags, CUmemcpyAttributes, flags);
+SAME_SIZE(MemcpyOperand, CUmemcpy3DOperand);
+SAME_FIELD(MemcpyOperand, type, CUmemcpy3DOperand, type);
+SAME_FIELD(MemcpyOperand, address, CUmemcpy3DOperand, op.ptr.ptr);
+SAME_FIELD(MemcpyOperand, row_length, CUmemcpy3DOperand, op.ptr.rowLength);
+SAME_FIELD(MemcpyOperand, layer_height, CUmemcpy3DOperand, op.ptr.layerHeight);
+SAME_FIELD(MemcpyOperand, hint, CUmemcpy3DOperand, op.ptr.locHint);
+SAME_SIZE(MemcpyBatchOp, CUDA_MEMCPY3D_BATCH_OP);
+SAME_FIELD(MemcpyBatchOp, src, CUDA_MEMCPY3D_BATCH_OP, src);
+SAME_FIELD(MemcpyBatchOp, dst, CUDA_MEMCPY3D_BATCH_OP, dst);
+SAME_FIELD(MemcpyBatchOp, extent, CUDA_MEMCPY3D_BATCH_OP, extent);
+SAME_FIELD(MemcpyBatchOp, source_order, CUDA_MEMCPY3D_BATCH_OP, srcAccessOrder);
+SAME_FIELD(MemcpyBatchOp, flags, CUDA_MEMCPY3D_BATCH_OP, flags);
+#if CUDA_VERSION < 13000  // whose header names a second version of each; the driver keeps the first
+SAME_SHAPE(MemcpyBatchAsync, cuMemcpyBatchAsync);
+SAME_SHAPE(Memcpy3DBatchAsync, cuMemcpy3DBatchAsync);
+#endif
 #endif
 #if CUDA_VERSION >= 12010
 SAME_SIZE(MulticastObjectProp, CUmulticastObjectProp);

@@ -65,22 +65,19 @@ struct CudaError : std::runtime_error {
   X(MemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void*, DevicePtr, size_t, StreamHandle))                         \
   X(MemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (DevicePtr, const void*, size_t, StreamHandle))                   \
   X(MemsetD8Async, "cuMemsetD8Async", (DevicePtr, unsigned char, size_t, StreamHandle))                        \
-  X(GraphCreate, "cuGraphCreate", (GraphHandle*, unsigned))                                                    \
-  X(GraphAddMemcpyNode, "cuGraphAddMemcpyNode",                                                                \
-    (GraphNodeHandle*, GraphHandle, const GraphNodeHandle*, size_t, const MemcpyParams*, ContextHandle))       \
-  X(GraphInstantiate, "cuGraphInstantiateWithFlags", (GraphExecHandle*, GraphHandle, unsigned long long))      \
-  X(GraphExecMemcpyNodeSetParams, "cuGraphExecMemcpyNodeSetParams",                                            \
-    (GraphExecHandle, GraphNodeHandle, const MemcpyParams*, ContextHandle))                                    \
-  X(GraphLaunch, "cuGraphLaunch", (GraphExecHandle, StreamHandle))                                             \
-  X(GraphExecDestroy, "cuGraphExecDestroy", (GraphExecHandle))                                                 \
-  X(GraphDestroy, "cuGraphDestroy", (GraphHandle))                                                             \
+  X(MemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", (DevicePtr, DevicePtr, size_t, StreamHandle))                     \
+  X(Memcpy2DAsync, "cuMemcpy2DAsync_v2", (const Memcpy2D*, StreamHandle))                                      \
   X(FuncSetAttribute, "cuFuncSetAttribute", (FunctionHandle, int, int))                                        \
   X(LaunchKernel, "cuLaunchKernel",                                                                            \
     (FunctionHandle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, StreamHandle, void**, void**))
 
-// Null where the driver is older: than CUDA 12.5 for CtxRecordEvent, than 12.1 for multicast.
+// Null where the driver is older: than CUDA 12.8 for batches of copies, 12.5 for CtxRecordEvent, 12.1 for multicast.
 #define TIDE_CUDA_OPTIONAL(X)                                                                                  \
   X(CtxRecordEvent, "cuCtxRecordEvent", (ContextHandle, EventHandle))                                          \
+  X(MemcpyBatchAsync, "cuMemcpyBatchAsync",                                                                    \
+    (DevicePtr*, DevicePtr*, size_t*, size_t, MemcpyAttributes*, size_t*, size_t, size_t*, StreamHandle))      \
+  X(Memcpy3DBatchAsync, "cuMemcpy3DBatchAsync",                                                                \
+    (size_t, MemcpyBatchOp*, size_t*, unsigned long long, StreamHandle))                                       \
   X(ModuleLoadData, "cuModuleLoadData", (ModuleHandle*, const void*))                                          \
   X(ModuleGetFunction, "cuModuleGetFunction", (FunctionHandle*, ModuleHandle, const char*))                    \
   X(ModuleUnload, "cuModuleUnload", (ModuleHandle))                                                            \

@@ -15,9 +15,6 @@ using ContextHandle = void*;  // CUcontext
 using StreamHandle = void*;   // CUstream
 using EventHandle = void*;    // CUevent
 using FunctionHandle = void*; // CUfunction
-using GraphHandle = void*;      // CUgraph
-using GraphNodeHandle = void*;  // CUgraphNode
-using GraphExecHandle = void*;  // CUgraphExec
 
 constexpr Result kSuccess = 0;
 constexpr Result kErrorOutOfMemory = 2;
@@ -76,23 +73,48 @@ struct MemAccessDesc {
 
 constexpr int kMemoryTypeDevice = 2;
 
-// CUDA_MEMCPY3D.
-struct MemcpyParams {
-  size_t src_x, src_y, src_z, src_lod;
+// CUDA_MEMCPY2D.
+struct Memcpy2D {
+  size_t src_x, src_y;
   int src_type;
   const void* src_host;
   DevicePtr src_device;
   void* src_array;
-  void* src_reserved;
-  size_t src_pitch, src_height;
-  size_t dst_x, dst_y, dst_z, dst_lod;
+  size_t src_pitch;
+  size_t dst_x, dst_y;
   int dst_type;
   void* dst_host;
   DevicePtr dst_device;
   void* dst_array;
-  void* dst_reserved;
-  size_t dst_pitch, dst_height;
-  size_t width_bytes, height, depth;
+  size_t dst_pitch;
+  size_t width_bytes, height;
+};
+
+constexpr int kSourceInStreamOrder = 1;
+constexpr unsigned kPreferOverlapWithCompute = 1;
+constexpr int kOperandPointer = 1;
+
+// CUmemcpyAttributes.
+struct MemcpyAttributes {
+  int source_order;
+  MemLocation source_hint, target_hint;
+  unsigned flags;
+};
+
+// CUmemcpy3DOperand of a pointer, whose elements are bytes.
+struct MemcpyOperand {
+  int type;
+  DevicePtr address;
+  size_t row_length, layer_height;
+  MemLocation hint;
+};
+
+// CUDA_MEMCPY3D_BATCH_OP.
+struct MemcpyBatchOp {
+  MemcpyOperand src, dst;
+  size_t extent[3];
+  int source_order;
+  unsigned flags;
 };
 
 constexpr int kWaitValue32 = 1;

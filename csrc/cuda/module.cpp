@@ -163,7 +163,12 @@ void bind_memory(nb::module_& m) {
       .def_prop_ro("device", &Stream::device)
       .def_prop_ro("handle", &Stream::number);
   m.def("be_patient", &be_patient, "seconds"_a);
+  m.def("settle", [](int64_t device, double seconds) {
+    if (!(seconds >= 0)) throw std::invalid_argument("seconds is " + std::to_string(seconds) + "; allowed: 0 and more");
+    return settle(Device::get(device), static_cast<int64_t>(std::min(seconds, 1e9) * 1e9));
+  }, "device"_a, "seconds"_a, Released());
   m.def("order", &order, "from_stream"_a, "to_stream"_a, Released());
+  m.def("copy", &copy, "target"_a, "source"_a, "bytes"_a, "stream"_a, Released());
 }
 
 nb::dict overdue_dict(const OverdueWait& w) {

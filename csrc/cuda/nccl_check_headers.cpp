@@ -1,5 +1,8 @@
-// Compares nccl_types.h with NCCL's own headers (2.31.2; later ones only append). Makes no code.
+// Compares nccl_types.h with NCCL's own headers (2.31.2; later ones only append). Makes no code, and compares nothing
+// where the toolkit's NCCL is older: which one runs is found out in the process.
 #include <nccl.h>
+
+#if NCCL_VERSION_CODE >= 23102
 #include <nccl_device.h>
 
 #include <cstddef>
@@ -79,3 +82,5 @@ struct SameShape<R (*)(A...), S(B...)> {
 TIDE_NCCL_ENTRY_POINTS(SAME_SHAPE)
 
 }  // namespace tide::nccl
+
+#endif

@@ -155,7 +155,9 @@ void Communicator::run(const char* call, int64_t deadline_ns, const std::functio
   if (closed()) throw NcclError(std::string(call) + ": the communicator was closed or aborted");
   const cuda::Current current(device_);
   const CommHandle comm = *handle_;
-  settle(f(comm), call, comm, deadline_ns);
+  const Result r = f(comm);
+  // Registration says that it is through when a thread of NCCL's has only been given it.
+  settle(r == kSuccess ? kInProgress : r, call, comm, deadline_ns);
 }
 
 void Communicator::close(double timeout_s) {

@@ -30,10 +30,20 @@ int add_if_nccl(dl_phdr_info* info, size_t, void* paths) {
   return 0;
 }
 
+// The copy that names of NCCL lead to from everywhere in the process, if they do: one that is preloaded comes before what
+// torch loads beside it, for torch too. Empty if there is none.
+std::string copy_for_all() {
+  Dl_info info{};
+  void* everything = ::dlopen(nullptr, RTLD_LAZY);
+  void* entry = everything != nullptr ? ::dlsym(everything, "ncclGetVersion") : nullptr;
+  return entry != nullptr && ::dladdr(entry, &info) != 0 && info.dli_fname != nullptr ? info.dli_fname : "";
+}
+
 // A handle of the library in this process, or null and the reason.
 void* loaded(std::string* path, std::string* reason) {
   std::vector<std::string> paths;
   dl_iterate_phdr(add_if_nccl, &paths);
+  if (const std::string common = copy_for_all(); std::count(paths.begin(), paths.end(), common) == 1) paths = {common};
   if (paths.size() > 1) {
     *reason = "several copies of NCCL are in this process (" + paths[0] + ", " + paths[1] +
               "): see that torch and everything else use the same one";

@@ -88,22 +88,8 @@ void Program::add_copy(size_t index, std::vector<Segment>& out) {
   if (shape.rows > 1 && (shape.src_pitch < row_bytes || shape.dst_pitch < row_bytes))
     refuse(index, "pitches of " + std::to_string(shape.src_pitch) + " and " + std::to_string(shape.dst_pitch) +
                       " bytes; a copy on the device needs at least the row's " + std::to_string(row_bytes));
-  const bool opens = out.empty() || out.back().kind != Segment::kCopies;
-  Segment& segment = continued(out, Segment::kCopies, copies_.size());
-  if (opens) segment.graph = n_graphs_++;
+  continued(out, Segment::kCopies, copies_.size());
   copies_.push_back({{op[1], op[2]}, {op[3], op[4]}, shape});
-}
-
-CopyGraph& Program::graph(const Segment& segment, Device& device, const std::vector<CopyPlace>& places) const {
-  std::lock_guard<std::mutex> hold(graphs_lock_);
-  graphs_.resize(n_graphs_);
-  std::unique_ptr<CopyGraph>& graph = graphs_[segment.graph];
-  if (graph == nullptr || &graph->device() != &device) {
-    std::vector<CopyShape> shapes;
-    for (size_t i = segment.first; i < segment.first + segment.count; ++i) shapes.push_back(copies_[i].shape);
-    graph = std::make_unique<CopyGraph>(device, std::move(shapes), places);
-  }
-  return *graph;
 }
 
 // Notifications store totals, so those of one counter must happen in the order of the table.

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "control.h"
-#include "copy_graph.h"
+#include "copies.h"
 #include "../program.h"
 #include "sum.h"
 
@@ -44,7 +44,6 @@ struct Segment {
   enum Kind { kCopies, kClear, kSignals, kSums } kind;
   size_t first, count;  // in the list of that kind
   bool waits = false;
-  size_t graph = 0;  // copies: number of their graph
 };
 
 class Program {
@@ -71,9 +70,6 @@ class Program {
   // By kind; null where no kernel is set.
   std::vector<std::shared_ptr<const SumPlan>> sum_plans() const;
 
-  // The graph of a segment of copies, made when it is first wanted, with these places.
-  CopyGraph& graph(const Segment& segment, Device& device, const std::vector<CopyPlace>& places) const;
-
   // Throws unless the program can run on this control; remembers the last one that it was found to fit.
   void check_fits(const Control& control) const;
 
@@ -97,9 +93,6 @@ class Program {
   mutable std::atomic<uint64_t> fits_{0};
   mutable std::mutex plan_lock_;
   std::vector<std::shared_ptr<const SumPlan>> plans_;  // by kind
-  size_t n_graphs_ = 0;
-  mutable std::mutex graphs_lock_;
-  mutable std::vector<std::unique_ptr<CopyGraph>> graphs_;
 };
 
 // One use of a program: addresses, counters, and what they had come to before it.

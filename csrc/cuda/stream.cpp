@@ -145,6 +145,12 @@ void order(uint64_t from, uint64_t to) {
   check(r, call);
 }
 
+void copy(uint64_t target, uint64_t source, int64_t bytes, uint64_t stream) {
+  if (bytes < 0) throw std::invalid_argument("bytes must not be negative; got " + std::to_string(bytes));
+  const Current current(context_of(stream, stream));
+  check(api().MemcpyDtoDAsync(target, source, static_cast<size_t>(bytes), own_stream(stream)), "cuMemcpyDtoDAsync");
+}
+
 int64_t patience_ns() { return patience.load(); }
 
 void be_patient(double seconds) {

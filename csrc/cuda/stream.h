@@ -51,6 +51,9 @@ StreamHandle own_stream(uint64_t stream);
 // `to` continues only after what `from` holds now. Either may be a default stream, as torch's current one is.
 void order(uint64_t from, uint64_t to);
 
+// A plain copy from device memory to device memory on `stream`.
+void copy(uint64_t target, uint64_t source, int64_t bytes, uint64_t stream);
+
 // How long the host may wait for what streams hold up, which may be waits for peers: beyond what a peer may take, since
 // those waits have a bound of their own. A minute unless set; of the whole process, and never less than it was.
 int64_t patience_ns();

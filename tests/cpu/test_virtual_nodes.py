@@ -141,7 +141,7 @@ def test_collectives_are_right_on_every_topology(collectives: list[dict[Any, str
 TRAINED = [
     Case("fp32", config={"topology": "2x2"}),
     Case("bf16, uneven", uneven=True, policy=BF16, config={"topology": "4x1"}),
-    Case("bf16 reduction", policy={"param_dtype": torch.bfloat16}, config={"topology": "2x2"}),
+    Case("bf16 reduction", policy={"param_dtype": torch.bfloat16}, steps=1, config={"topology": "2x2"}),
     Case("unused and tied", unused=True, tied=True, policy=BF16, config={"topology": "2x2"}),
     Case(
         "everything cached",
@@ -190,7 +190,7 @@ def trained() -> list[tuple[dict[str, float], dict[str, Any]]]:
 @pytest.mark.parametrize("name", [c.name for c in TRAINED])
 def test_training_agrees_with_stock_within_rounding(trained, name: str) -> None:
     # As for one node (test_fsdp2_parity.py): addends in another order. A reduction in bf16 rounds each of stock's sums
-    # to 8 bits where ours rounds once, so its gradients differ by 2**-8 a piece, and AdamW's steps by a share of lr.
+    # to 8 bits where ours rounds once, which can turn a gradient near zero: one step of AdamW, at most lr either way.
     allowed = 0.0 if name in EXACT else 2e-2 if name == "bf16 reduction" else 1e-4
     for differences, _ in trained:  # each rank may have other experts
         assert differences[name] <= allowed

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 
 import numpy as np
+from nodes_scenarios import check_collectives
+from ranks import threads
 from stage import MIB, array, calls, finish, memory, play, raises, scenario
 
 os.environ["FAKE_CUDA_MULTICAST"] = "1"
@@ -14,40 +15,22 @@ for switch in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_
 
 from tide_strategies._native import cuda  # noqa: E402
 from tide_strategies.collectives.all_gather import all_gather  # noqa: E402
+from tide_strategies.collectives.plan import BasePlan  # noqa: E402
 from tide_strategies.collectives.schedule import Item, Space  # noqa: E402
 from tide_strategies.errors import TideArenaError  # noqa: E402
 from tide_strategies.layout import GroupLayout, ParamShape  # noqa: E402
 from tide_strategies.runtime.cuda.memory import share_allocation  # noqa: E402
-from tide_strategies.runtime.cuda.multicast import landing_kernel, landing_macros, share_multicast  # noqa: E402
+from tide_strategies.runtime.cuda.multicast import (  # noqa: E402
+    landing_kernel,
+    landing_macros,
+    multicast_facts,
+    share_multicast,
+    why_unicast,
+)
 from tide_strategies.runtime.encode import encode  # noqa: E402
 from tide_strategies.topology import Topology  # noqa: E402
 
 ENTRY_POINTS = ("Create", "AddDevice", "BindMem", "Unbind", "GetGranularity")
-
-
-def ranks(size, work):
-    """Run ``work(exchange, rank)`` as ranks on threads; what each returned or raised."""
-    payloads, barrier, results = [b""] * size, threading.Barrier(size, timeout=20), [None] * size
-
-    def run(rank):
-        def exchange(payload):
-            payloads[rank] = payload
-            barrier.wait()
-            got = list(payloads)
-            barrier.wait()
-            return got
-
-        try:
-            results[rank] = work(exchange, rank)
-        except Exception as e:
-            results[rank] = e
-
-    threads = [threading.Thread(target=run, args=(r,)) for r in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 def joined(size=2, nbytes=MIB):
@@ -58,7 +41,7 @@ def joined(size=2, nbytes=MIB):
         shared = share_allocation(exchange, rank, size, 10.0, rank, whole)
         return shared, share_multicast(exchange, rank, size, 10.0, rank, shared)
 
-    made = ranks(size, work)
+    made = threads(size, work)
     assert not any(isinstance(m, Exception) for m in made), made
     return made
 
@@ -108,12 +91,12 @@ def a_device_without_multicast_refuses():
 
 @scenario
 def one_rank_that_refuses_keeps_all_from_it():
-    shared = ranks(2, lambda exchange, rank: share_allocation(exchange, rank, 2, 10.0, rank, 4 * MIB))
+    shared = threads(2, lambda exchange, rank: share_allocation(exchange, rank, 2, 10.0, rank, 4 * MIB))
 
     def work(exchange, rank):  # rank 1 would be on a GPU that rank 0 has
         return share_multicast(exchange, rank, 2, 10.0, 0, shared[0])
 
-    errors = ranks(2, work)
+    errors = threads(2, work)
     assert all(isinstance(e, TideArenaError) and "several ranks share a GPU" in str(e) for e in errors), errors
     assert touched() == 0
 
@@ -153,7 +136,7 @@ def an_all_gather_stores_each_shard_once():
     cells = cuda.Control.control_bytes(2, 4)
     kept = [cuda.Allocation(rank, cells) for rank in range(2)]
     seen = [[cuda.Mapping(kept[r], rank) for r in range(2)] for rank in range(2)]  # by whose device
-    before = calls("cuGraphAddMemcpyNode")
+    before = calls("copies")
     expected = np.zeros(layout.landing_bytes, np.uint8)
     shards, running = [], []
     controls = [
@@ -185,7 +168,7 @@ def an_all_gather_stores_each_shard_once():
         landed = array(shared.mappings[made.index((shared, _))], np.uint8)[: layout.landing_bytes]
         assert np.array_equal(landed, expected)
     copies = sum(1 for r in range(2) for p in range(2) if layout.valid_items(p, r))
-    assert calls("cuGraphAddMemcpyNode") - before <= copies, "one copy a shard, whatever the number of ranks"
+    assert calls("copies") - before <= copies, "one copy a shard, whatever the number of ranks"
 
 
 def bf16(values):
@@ -260,6 +243,51 @@ def _land(made, table, rows, partial, output, accumulate, random):
     )
     finish(0)
     assert np.array_equal(got[: old.size], expected), (partial, output, accumulate)
+
+
+@scenario
+def collectives_of_nodes_use_it():
+    """One copy lands a shard on all GPUs of a node, the switch adds partials; the bytes are those of the CPU."""
+    os.environ["FAKE_CUDA_MEMORY"] = str(1 << 30)  # several ranks have one device
+    for shape, out_item, slot_reuse, passes in (
+        ((1, 2), Item.F32, False, 1),
+        ((2, 2), Item.BF16, True, 3),
+        ((3, 2), Item.F32, False, 2),
+        ((3, 2), Item.BF16, False, 1),  # two waves: added up beside the output
+    ):
+        ranks, plan = shape[0] * shape[1], None
+        if shape[0] > 1:
+            plan = BasePlan(*shape, shape[1], 2, slot_reuse, passes)
+
+        def work(exchange, rank, *case, plan=plan):
+            return check_collectives(rank, exchange, *case, 512, multicast=True, plan=plan)
+
+        before = touched()
+        case = shape, out_item, slot_reuse
+        found = threads(ranks, lambda e, r, c=case: work(e, r, *c), timeout_s=60.0)
+        assert all(isinstance(launched, int) and launched > 0 for launched in found), found
+        assert touched() > before
+
+
+@scenario
+def whether_it_is_used_is_decided_from_what_all_ranks_say():
+    def facts(*refusals, uuids="abcd"):
+        return [{"refusal": r, "uuid": u} for r, u in zip(refusals, uuids, strict=True)]
+
+    yes, four, two = facts("", "", "", ""), Topology(1, 4), Topology(2, 2)
+    assert why_unicast(yes, four, "auto") == why_unicast(yes, four, True) == ""
+    assert why_unicast(yes, four, False) == "all_gather.multicast is off"
+    assert why_unicast(yes, Topology(4, 1), True) == "a node has one rank"
+    assert why_unicast(facts("", "", "no switch", ""), four, True) == "rank 2: no switch"
+    assert why_unicast(yes, two, "auto") == "a node has 2 ranks, which gain nothing by it"
+    assert why_unicast(yes, two, True) == ""
+    assert why_unicast(facts("", "", "", "", uuids="abab"), two, True) == ""  # of different nodes
+    assert why_unicast(facts("", "", "", "", uuids="aabb"), two, True) == "several ranks share a GPU"
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    said = multicast_facts(1)
+    assert (said["refusal"], bool(said["uuid"])) == ("it is switched off (NCCL_NVLS_ENABLE=0)", True)
+    assert why_unicast([said] * 4, four, True) == "rank 0: it is switched off (NCCL_NVLS_ENABLE=0)"
+    assert touched() == 0
 
 
 @scenario

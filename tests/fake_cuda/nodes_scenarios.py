@@ -21,7 +21,8 @@ from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda import watchdog
 from tide_strategies.runtime.cuda.engine import CudaEngine
 from tide_strategies.runtime.cuda.group import CudaGroup, needed_device_memory
-from tide_strategies.runtime.cuda.memory import share_allocation
+from tide_strategies.runtime.cuda.memory import _map_from, share_allocation
+from tide_strategies.runtime.cuda.multicast import landing_kernel
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.group import GroupCollectives, needed_memory
 from tide_strategies.runtime.slots import SlotRing
@@ -34,7 +35,10 @@ STREAMS = ("cast", "rail", "place", "completion", "readiness", "push", "sum", "n
 
 
 class FakeKernels:
-    """Kernels of the fake driver, in the place of Triton's."""
+    """Kernels of the fake driver, in the place of Triton's and of what NVRTC compiles."""
+
+    def __init__(self, device=0):
+        self.device = device
 
     def sum(self, staged, pointers, grad, output, aligned):
         dtypes = [0 if item is Item.F32 else 1 for item in (grad, output)]
@@ -44,6 +48,10 @@ class FakeKernels:
     def land(self, sources, pointers, output, accumulate, aligned):
         count = pointer_count(pointers)
         return self._kernel(fake.fake_land_function(sources, output is Item.BF16, bool(accumulate), count, 2), count)
+
+    def land_multicast(self, output, accumulate):
+        image = f"fp32 {'bf16' if output is Item.BF16 else 'fp32'} {'accumulate' if accumulate else 'store'}".encode()
+        return landing_kernel(self.device, Item.F32, output, accumulate, lambda *_: image)
 
     def _kernel(self, function, pointers):
         return SimpleNamespace(
@@ -58,20 +66,34 @@ def layouts(ranks):
 class MessageRail:
     """A rail that is told nothing but what NCCL's host RMA is: bytes, an offset, a signal; and takes signals in.
 
-    Made of mailboxes in memory of its own: signals of (receiver, counter, sender) are totals in a control's cells.
+    Made of mailboxes in memory of its own: signals of (receiver, counter, sender) are totals in a control's cells. It
+    reaches what is registered on all ranks, which the engine does not.
     """
 
-    def __init__(self, exchange, rank, topology, device, counters):
-        self.rank, self.device, self.engine = rank, device, None
-        n = topology.ranks
+    def __init__(self, exchange, rank, topology, device, timeout_s, book):
+        counters = book.counters
+        self.exchange, self.rank, self.device, self.registered = exchange, rank, device, {}
+        n = self.ranks = topology.ranks
         self.cells = share_allocation(exchange, rank, n, 30.0, device, cuda.Control.control_bytes(n, counters))
         peers = [None if r == rank else m for r, m in enumerate(self.cells.mappings)]
         self.control = cuda.Control(device, n, rank, counters, self.cells.mappings[rank], peers)
         exchange(b"cleared")
         self.sent, self.used = [], 0
 
+    def register(self, space, index, memory):
+        self.registered[space, index] = [memory.address]  # of this rank
+
+    def reach(self, engine):
+        for key, places in self.registered.items():
+            own = engine._memory[key].own
+            assert engine.address(*key, self.rank) == places[0]
+            away = [r for r in range(self.ranks) if r not in engine.topology.node_ranks(self.rank)]
+            assert not any(engine.address(*key, r) for r in away), "the engine maps memory of other nodes"
+            args = self.exchange, self.rank, self.ranks, 30.0, self.device, own, self.ranks
+            self.registered[key] = [_map_from(*args, r) for r in range(self.ranks)]
+
     def put(self, peer, source, nbytes, space, index, offset, counter, stream):
-        there = self.engine.address(space, index, peer) + offset
+        there = self.registered[space, index][peer].address + offset
         ops = [[COPY, 0, 0, 1, 0, 1, nbytes, 0, 0, RAW, RAW]]
         self._run(program(ops, n_bases=2), [source, there], [], stream)
         self.notify(peer, counter, stream)
@@ -100,28 +122,42 @@ class Rank:
     """One rank's engine, groups and streams, and the order in which a training step uses them."""
 
     def __init__(
-        self, rank, exchange, topology, device, *, chunk_bytes, slot_reuse=False, timeout_s=30.0, railed=False
+        self,
+        rank,
+        exchange,
+        topology,
+        device,
+        *,
+        chunk_bytes,
+        slot_reuse=False,
+        timeout_s=30.0,
+        connect=None,
+        multicast=False,
+        plan=None,
     ):
         self.rank, self.topology, self.device = rank, topology, device
         shapes = layouts(topology.ranks)
-        self.rail = None
-        if railed:
-            self.rail = MessageRail(exchange, rank, topology, device, CallBook(topology, 2).counters)
+        args = exchange, rank, topology, device, timeout_s, CallBook(topology, 2)
+        self.rail = None if connect is None else connect(*args)
         self.engine = CudaEngine(
             exchange,
             rank,
             topology,
             device,
             slots=2,
-            memory=needed_device_memory(shapes, topology, rank, chunk_bytes, slot_reuse),
+            memory=needed_device_memory(
+                shapes, topology, rank, chunk_bytes, slot_reuse, plan=plan, multicast=multicast
+            ),
             timeout_s=timeout_s,
             rail=self.rail,
+            multicast=multicast,
         )
-        if railed:
-            self.rail.engine = self.engine
+        if isinstance(self.rail, MessageRail):
+            self.rail.reach(self.engine)
         ring = SlotRing(lambda: self.engine.add_slot(max(x.landing_bytes for x in shapes), "ring"), 2)
+        common = chunk_bytes, FakeKernels(device), 4
         self.groups = [
-            CudaGroup(self.engine, f"group {i}", x, ring, chunk_bytes, FakeKernels(), 4, slot_reuse=slot_reuse)
+            CudaGroup(self.engine, f"group {i}", x, ring, *common, slot_reuse=slot_reuse, plan=plan)
             for i, x in enumerate(shapes)
         ]
         self.streams = {name: cuda.Stream(device, -1) for name in STREAMS}
@@ -147,10 +183,10 @@ class Rank:
     def gather(self, group, shards):
         slot = group.occupy()
         group.open(slot, self.stream("cast"))
-        # The own landing is written first by the cast on one node, else by the stream that places.
+        # The own landing is written first by the cast, else by the stream that places.
         self.cast(group, shards)
         group.send(self.stream("cast"), self.stream("rail"), self.stream("place"))
-        last = "place" if self.topology.nodes > 1 else "cast"
+        last = "place" if group.staged else "cast"
         cuda.order(self.stream(last), self.stream("completion"))
         group.complete(self.stream("completion"))
 
@@ -219,12 +255,15 @@ def _values(rng, ranks):
     ]
 
 
-def _collectives(rank, exchange, shape, out_item, slot_reuse, chunk_bytes, railed=False):
+def check_collectives(rank, exchange, shape, out_item, slot_reuse, chunk_bytes, connect=None, **more):
+    """Run and check all-gathers and reductions on one rank; how many kernels the device has launched."""
     topology = Topology(*shape)
     n = topology.ranks
     full, grads = _values(np.random.default_rng(1), n), _values(np.random.default_rng(100 + rank), n)
     device = rank % 2
-    here = Rank(rank, exchange, topology, device, chunk_bytes=chunk_bytes, slot_reuse=slot_reuse, railed=railed)
+    here = Rank(
+        rank, exchange, topology, device, chunk_bytes=chunk_bytes, slot_reuse=slot_reuse, connect=connect, **more
+    )
     outputs = [[memory(x.output_items * 4, device) for _ in range(TURNS)] for x in layouts(n)]
     for turn in range(TURNS):
         for i, group in enumerate(here.groups):  # both at once, then the reductions behind them
@@ -233,25 +272,27 @@ def _collectives(rank, exchange, shape, out_item, slot_reuse, chunk_bytes, raile
         for i, group in enumerate(here.groups):
             here.reduce(group, grads[i][turn], outputs[i][turn], out_item, 4.0)
         here.finish()
+        exchange(b"")  # on a device that threads share, what one gives it then another would wait for
         for i, group in enumerate(here.groups):
             for p, want in enumerate(full[i][turn]):
                 got = array(group.landing.window, np.uint16, group.layout.landing_base(p), want.size)
                 assert np.array_equal(got, want.ravel()), (shape, turn, i, p)
             here.vacate(group)
     here.finish()
+    exchange(b"")
     wanted = cpu_sums(rank, exchange, topology, grads, out_item, 4.0)
     got = [outputs[i][turn] for i in range(len(here.groups)) for turn in range(TURNS)]
     for number, (want, have) in enumerate(zip(wanted, got, strict=True)):
         assert np.array_equal(array(have, np.uint8, 0, want.size), want), (shape, out_item, number)
     launched = calls("cuLaunchKernel")
-    assert not railed or here.rail.used > 0
+    assert connect is not MessageRail or here.rail.used > 0
     here.engine.close()
     return launched
 
 
-def _check(cases, railed=False):
+def _check(cases, connect=None):
     for shape, out_item, slot_reuse, chunk in cases:
-        found = values(launch(shape[0] * shape[1], _collectives, shape, out_item, slot_reuse, chunk, railed))
+        found = values(launch(shape[0] * shape[1], check_collectives, shape, out_item, slot_reuse, chunk, connect))
         assert all(launches > 0 for launches in found)
 
 
@@ -287,9 +328,9 @@ def a_host_that_waits_for_its_device_before_every_launch_gets_through():
 @scenario
 def nodes_may_be_connected_by_a_rail():
     """One that knows no memory of peers but its own, as between hosts; also where everything is in one queue."""
-    _check([((2, 2), Item.F32, True, 64), ((3, 1), Item.BF16, False, 4096)], railed=True)
+    _check([((2, 2), Item.F32, True, 64), ((3, 1), Item.BF16, False, 4096)], connect=MessageRail)
     os.environ["FAKE_CUDA_CONNECTIONS"] = "1"
-    _check([((2, 2), Item.F32, False, 512)], railed=True)
+    _check([((2, 2), Item.F32, False, 512)], connect=MessageRail)
 
 
 #: That a peer is dead is noticed long before a timeout; that it stalls, at the timeout.

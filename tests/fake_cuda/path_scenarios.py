@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from nodes_scenarios import FakeKernels, bf16
 from ranks import launch, values
-from stage import COPY, MIB, RAW, array, fake, memory, play, program, scenario, until
+from stage import COPY, MIB, RAW, array, fake, memory, play, program, raises, scenario, until
 
 from tide_strategies._native import cuda
+from tide_strategies.collectives.schedule import Item
 from tide_strategies.fsdp2.cuda_path import CudaLanding, CudaPath, CudaStreams
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.runtime.cuda.engine import CudaEngine
@@ -76,7 +77,8 @@ class Buffer:
         assert math.prod(shape) == self.items
         return self
 
-    def numbers(self, dtype=np.uint16):
+    def numbers(self, dtype=None):
+        dtype = dtype or {torch.bfloat16: np.uint16, torch.float32: np.float32}[self.dtype]
         return array(self.owner, dtype, self.at, self.items)
 
 
@@ -87,6 +89,7 @@ class Torch:
     current: Stream
     control: cuda.Control
     copies: list = []  # noqa: RUF012 - programs of a process
+    casts = 0  # copies from one element type to another, which the fake driver cannot make
 
     @classmethod
     def install(cls, device):
@@ -110,7 +113,9 @@ class Torch:
         ops, bases = [], []
         for target, source in zip(targets, sources, strict=True):
             assert target.items == source.items
-            if source.items:
+            if source.dtype is not target.dtype:
+                cls.casts += 1
+            elif source.items:
                 n = len(bases)
                 ops.append([COPY, n, 0, n + 1, 0, 1, source.items * source.dtype.itemsize, 0, 0, RAW, RAW])
                 bases += [source.data_ptr(), target.data_ptr()]
@@ -122,10 +127,11 @@ class Torch:
 class Trainer:
     """One rank: groups, what FSDP2 does with them in a step, and what it found in the landings."""
 
-    def __init__(self, rank, exchange, topology, slot_reuse):
+    def __init__(self, rank, exchange, topology, slot_reuse, masters=None):
         self.rank, self.n, device = rank, topology.ranks, rank % 2
         Torch.install(device)
-        self.pool, self.end = memory(2 * MIB, device), 0
+        self.pool, self.end = memory(4 * MIB, device), 0
+        self.dtype = torch.bfloat16 if masters is None else torch.float32
         self.layout = GroupLayout(tuple(ParamShape(*s, 2) for s in SHAPES), self.n)
         needed = needed_device_memory([self.layout], topology, rank, CHUNK, slot_reuse)
         self.engine = CudaEngine(exchange, rank, topology, device, slots=3, memory=needed, timeout_s=10.0)
@@ -139,13 +145,16 @@ class Trainer:
             own = [Buffer(holder, at, self.layout.shard_items(p)) for p, at in enumerate(offsets)]
             window = group.landing.window
             whole = [Buffer(window, self.layout.landing_base(p), self.layout.shard_items(p) * self.n) for p in range(3)]
-            self.paths.append(CudaPath(group, streams, CudaLanding(own, whole if slot_reuse else None)))
+            if masters:
+                group.prepare_casts()
+            landing = CudaLanding(own, whole if slot_reuse else None, masters=masters is not None)
+            self.paths.append(CudaPath(group, streams, landing))
             self.landings.append(whole)
         self.compute, self.scatter = Torch.current, Stream(Torch.device)
         copy_in, gather = Stream(Torch.device), Stream(Torch.device)
         context = SimpleNamespace(get_all_gather_streams=lambda *_: (copy_in, gather))
         self.group = SimpleNamespace(comm_ctx=context, unshard_async_op=False, _training_state=None)
-        self.shards = [[self.buffer(self.layout.shard_items(p)) for p in range(3)] for _ in range(GROUPS)]
+        self.shards = [[self.buffer(self.layout.shard_items(p), self.dtype) for p in range(3)] for _ in range(GROUPS)]
         self.garbage = [self.buffer(r * k) for r, k in SHAPES]
         self.seen, self.outputs, self.states = [], [], []
 
@@ -155,9 +164,9 @@ class Trainer:
         assert self.end <= self.pool.bytes
         return Buffer(self.pool, at, items, dtype)
 
-    def filled(self, numbers):
-        buffer = self.buffer(numbers.size)
-        buffer.numbers()[:] = bf16(numbers.ravel())
+    def filled(self, numbers, dtype=torch.bfloat16):
+        buffer = self.buffer(numbers.size, dtype)
+        buffer.numbers()[:] = bf16(numbers.ravel()) if dtype is torch.bfloat16 else numbers.ravel()
         return buffer
 
     def padded(self, numbers, p):
@@ -174,7 +183,7 @@ class Trainer:
     def train(self, step):
         for i, shards in enumerate(self.shards):  # the optimizer's work
             own = [self.padded(x, p).reshape(self.n, -1)[self.rank] for p, x in enumerate(parameters(i, step))]
-            Torch.foreach_copy(shards, [self.filled(x) for x in own])
+            Torch.foreach_copy(shards, [self.filled(x, self.dtype) for x in own])
         for stream in self.group.comm_ctx.get_all_gather_streams():  # as FSDP2's root does
             stream.wait_stream(self.compute)
         for i, path in enumerate(self.paths):
@@ -245,11 +254,12 @@ def gradients(i, step, rank):
     return [rng.integers(-8, 9, s).astype(np.float64) for s in SHAPES]
 
 
-def _steps(rank, exchange, shape, slot_reuse):
-    trainer = Trainer(rank, exchange, Topology(*shape), slot_reuse)
+def _steps(rank, exchange, shape, slot_reuse, masters=None):
+    trainer = Trainer(rank, exchange, Topology(*shape), slot_reuse, masters)
     for step in range(STEPS):  # the host never waits
         trainer.train(step)
     trainer.check()
+    assert Torch.casts == 0
     return len(trainer.outputs)
 
 
@@ -261,6 +271,52 @@ def _check(cases):
 @scenario
 def steps_are_right():
     _check([((1, 2), True), ((2, 1), False), ((2, 2), True)])
+
+
+@scenario
+def casts_of_masters_are_part_of_the_all_gather():
+    assert set(values(launch(3, _steps, (1, 3), False, True))) == {GROUPS * STEPS}
+
+
+def _left_to_torch(rank, exchange, prepared):
+    trainer = Trainer(rank, exchange, Topology(1, 2), False, prepared)
+    shards = trainer.shards[0]
+    if prepared:
+        trainer.paths[0].collectives._cast_aligned = True
+        shards[0] = Buffer(trainer.pool, shards[0].at + 4, shards[0].items, shards[0].dtype)
+    for stream in trainer.group.comm_ctx.get_all_gather_streams():
+        stream.wait_stream(trainer.compute)
+    trainer.paths[0].all_gather(trainer.group, shards, None)
+    trainer.paths[0].wait()
+    trainer.paths[0].vacate()
+    trainer.check()
+    return Torch.casts
+
+
+@scenario
+def torch_casts_what_the_kernel_is_not_made_for():
+    """Without a kernel, and where a shard has moved to an address that an aligned one cannot read."""
+    for prepared in (False, True):
+        assert values(launch(2, _left_to_torch, prepared)) == [3, 3]
+
+
+def _on_the_default_stream(rank, exchange):
+    trainer = Trainer(rank, exchange, Topology(1, 2), False)
+    Torch.current = SimpleNamespace(cuda_stream=0)
+    output = trainer.buffer(trainer.layout.output_items, torch.float32)
+    grads = [trainer.filled(x) for x in gradients(0, 0, rank)]
+    collectives, push = trainer.paths[0].collectives, Stream(Torch.device)
+    addresses, streams = [g.data_ptr() for g in grads], (push.cuda_stream, Torch.current.cuda_stream)
+    with raises(ValueError, "stream 'sum' of a collective is given CUDA's default stream"):
+        collectives.reduce_scatter((0, 1, 2), Item.BF16, Item.F32, addresses, output.data_ptr(), 2.0, streams)
+    trainer.check()
+    return True
+
+
+@scenario
+def nothing_is_left_out_for_being_on_the_default_stream():
+    """A sum that is not enqueued is waited for by the next call of every peer."""
+    assert all(values(launch(2, _on_the_default_stream)))
 
 
 @scenario

@@ -1,10 +1,14 @@
-"""Ranks of a scenario: processes that share device memory, started by fork before the driver is. Bounded in time."""
+"""Ranks of a scenario: processes that share device memory, started by fork before the driver is, or threads of one.
+
+Both are bounded in time.
+"""
 
 from __future__ import annotations
 
 import multiprocessing as mp
 import os
 import signal
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -39,6 +43,31 @@ def launch(ranks, function, *arguments, timeout_s=60.0):
             p.join()
             result.error = result.error or f"no result within {timeout_s} s"
         result.exit_code = p.exitcode
+    return results
+
+
+def threads(size, work, timeout_s=20.0):
+    """Run ``work(exchange, rank)`` as ranks on threads; what each returned or raised."""
+    payloads, barrier, results = [b""] * size, threading.Barrier(size, timeout=timeout_s), [None] * size
+
+    def run(rank):
+        def exchange(payload):
+            payloads[rank] = payload
+            barrier.wait()
+            got = list(payloads)
+            barrier.wait()
+            return got
+
+        try:
+            results[rank] = work(exchange, rank)
+        except Exception as e:
+            results[rank] = e
+
+    started = [threading.Thread(target=run, args=(r,)) for r in range(size)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
     return results
 
 

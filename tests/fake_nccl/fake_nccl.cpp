@@ -58,6 +58,7 @@ struct FakeComm {
   std::string pending;  // the call that is in progress
   std::map<Signal, std::unique_ptr<std::atomic<int64_t>>> come;
   std::map<Signal, int64_t> taken;
+  std::shared_ptr<std::atomic<bool>> last = std::make_shared<std::atomic<bool>>(true);
 };
 struct Group {
   int ranks = 0;
@@ -120,9 +121,16 @@ Submit submit_to_stream() {
   }();
   return it;
 }
-Result enqueue(void* stream, std::function<void()> f) {
+// As in the real library, what a communicator is given happens in that order, on whichever streams it is.
+Result enqueue(FakeComm* comm, void* stream, std::function<void()> f) {
   if (stream == nullptr) return kInvalidArgument;
-  auto* own = new std::function<void()>(std::move(f));
+  auto before = comm->last, done = std::make_shared<std::atomic<bool>>(false);
+  comm->last = done;
+  auto* own = new std::function<void()>([before, done, f = std::move(f)] {
+    while (!*before) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    f();
+    *done = true;
+  });
   const int r = submit_to_stream()(stream, [](void* p) {
     auto* work = static_cast<std::function<void()>*>(p);
     (*work)();
@@ -303,7 +311,7 @@ EXPORT Result ncclCommWindowRegister(CommHandle handle, void* buffer, size_t byt
   ++comm->registering;
   comm->window_to = out;
   comm->pending = "ncclCommWindowRegister";
-  return kInProgress;
+  return kSuccess;  // as NCCL does, though it is not through
 }
 EXPORT Result ncclCommWindowDeregister(CommHandle handle, WindowHandle window) {
   ENTER("ncclCommWindowDeregister");
@@ -337,7 +345,7 @@ RMA Result ncclPutSignal(const void* source, size_t count, int type, int peer, W
   char* memory = to->windows.at(w->index)->memory + offset;
   std::atomic<int64_t>* come = cell(to, {comm->rank, signal, context});
   comm->pending = "ncclPutSignal";
-  return enqueue(stream, [=] {
+  return enqueue(comm, stream, [=] {
     std::memcpy(memory, from, count);
     come->fetch_add(1);
   });
@@ -348,7 +356,7 @@ RMA Result ncclSignal(int peer, int signal, int context, unsigned flags, CommHan
   if (comm == nullptr || !place(comm, peer, signal, context, flags) || comm->windows.empty()) return kInvalidUsage;
   std::atomic<int64_t>* come = cell(comm->group->joined.at(peer), {comm->rank, signal, context});
   comm->pending = "ncclSignal";
-  return enqueue(stream, [=] { come->fetch_add(1); });
+  return enqueue(comm, stream, [=] { come->fetch_add(1); });
 }
 RMA Result ncclWaitSignal(int n, WaitSignal* signals, CommHandle handle, StreamHandle stream) {
   ENTER("ncclWaitSignal");
@@ -362,7 +370,7 @@ RMA Result ncclWaitSignal(int n, WaitSignal* signals, CommHandle handle, StreamH
     until.emplace_back(cell(comm, from), comm->taken[from] += s.count);
   }
   comm->pending = "ncclWaitSignal";
-  return enqueue(stream, [until] {
+  return enqueue(comm, stream, [until] {
     for (const auto& [come, wanted] : until)
       while (*come < wanted) std::this_thread::sleep_for(std::chrono::microseconds(200));
   });

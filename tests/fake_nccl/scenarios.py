@@ -18,18 +18,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fake_cuda"))
 for switch in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"):
     os.environ.pop(switch, None)
 
-from stage import MIB, array, fake, play, raises, scenario, until  # noqa: E402
+from nodes_scenarios import SIZES, Rank, check_collectives  # noqa: E402
+from ranks import threads  # noqa: E402
+from stage import MIB, array, fake, memory, play, raises, scenario, until  # noqa: E402
 
 from tide_strategies._native import cuda, nccl  # noqa: E402
-from tide_strategies.collectives.schedule import Space  # noqa: E402
+from tide_strategies.collectives.schedule import Item, Space  # noqa: E402
 from tide_strategies.errors import TideArenaError, TidePeerError, TideTimeoutError  # noqa: E402
 from tide_strategies.runtime.cuda import nccl_rail  # noqa: E402
 from tide_strategies.runtime.cuda.nccl_domains import NcclDomains, missing_nccl  # noqa: E402
-from tide_strategies.runtime.cuda.nccl_rail import NcclRail  # noqa: E402
+from tide_strategies.runtime.cuda.nccl_rail import NcclRail, connect_rail  # noqa: E402
 from tide_strategies.topology import Topology  # noqa: E402
 
 SIGNALS = 6
-PLACE = (Space.INBOX, 1)
+PLACE = (Space.STAGE, 1)
 
 
 def load():
@@ -41,31 +43,6 @@ def load():
     return library
 
 
-def ranks(size, work, absent=()):
-    """Run ``work(exchange, rank)`` as ranks on threads; what each returned or raised."""
-    payloads, barrier, results = [b""] * size, threading.Barrier(size, timeout=20), [None] * size
-
-    def run(rank):
-        def exchange(payload):
-            payloads[rank] = payload
-            barrier.wait()
-            got = list(payloads)
-            barrier.wait()
-            return got
-
-        try:
-            results[rank] = work(exchange, rank)
-        except Exception as e:
-            results[rank] = e
-
-    threads = [threading.Thread(target=run, args=(r,)) for r in range(size) if r not in absent]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
 def connected(nodes=2, local=1, nbytes=MIB, timeout_s=10.0):
     topology = Topology(nodes, local)
 
@@ -75,7 +52,7 @@ def connected(nodes=2, local=1, nbytes=MIB, timeout_s=10.0):
         rail.register(*PLACE, arena.memory)
         return domains, arena, rail
 
-    made = ranks(topology.ranks, work)
+    made = threads(topology.ranks, work)
     assert not any(isinstance(m, Exception) for m in made), made
     return made
 
@@ -111,6 +88,15 @@ def two_copies_are_refused():
 
 
 @scenario
+def of_two_copies_the_one_that_everybody_calls_is_used():
+    """As with a preloaded one, beside which torch loads its own by path."""
+    ctypes.CDLL(os.environ["TIDE_OTHER_NCCL"])
+    ctypes.CDLL(os.environ["TIDE_FAKE_NCCL"], ctypes.RTLD_GLOBAL)
+    assert missing_nccl() is None
+    assert nccl.probe()["path"] == os.environ["TIDE_FAKE_NCCL"]
+
+
+@scenario
 def an_old_library_is_told_from_a_maimed_one():
     """FAKE_NCCL_VERSION is 22809, as torch 2.11 brings it; then an old one that claims to be new."""
     load()
@@ -122,7 +108,7 @@ def an_old_library_is_told_from_a_maimed_one():
     assert "has no ncclPutSignal" in str(missing_nccl())
     with raises(RuntimeError, "has no ncclPutSignal"):
         nccl.Memory(0, MIB)
-    errors = ranks(2, lambda exchange, rank: NcclDomains(exchange, rank, Topology(2, 1), rank, 5.0))
+    errors = threads(2, lambda exchange, rank: NcclDomains(exchange, rank, Topology(2, 1), rank, 5.0))
     for error in errors:
         assert isinstance(error, TideArenaError)
         assert error.code == "TIDE-F029"
@@ -135,16 +121,18 @@ def communicators_are_scoped_to_what_they_connect():
     made = connected(nodes=2, local=2)
     for rank, (domains, arena, rail) in enumerate(made):
         assert (domains.main.ranks, domains.main.rank, domains.main.contexts) == (4, rank, 0)
-        assert (domains.rail.ranks, domains.rail.rank, domains.rail.contexts) == (2, rank // 2, 4)
         assert not domains.main.host_rma
-        assert domains.rail.host_rma
+        assert len(domains.rails) == 2
+        for comm in domains.rails:
+            assert (comm.ranks, comm.rank, comm.contexts) == (2, rank // 2, 4)
+            assert comm.host_rma
         rail.check()
         assert arena.bytes == 2 * MIB  # whole granules
         assert [arena.peer_address(r) for r in range(4)] == [a.address for _, a, _ in made]
     assert library.fake_nccl_last_config() == b"contexts=4 channels=1"
     assert library.fake_nccl_calls(b"ncclCommWindowRegister") == 8, "each arena in both domains"
     rails = [rail for _, _, rail in made]
-    ranks(4, lambda _, rank: rails[rank].close())
+    threads(4, lambda _, rank: rails[rank].close())
     rails[0].close()  # again
     del made, domains, arena, rail
     rails.clear()
@@ -158,23 +146,24 @@ def a_put_is_there_when_its_signal_is():
     send = [cuda.Stream(r, 0) for r in range(2)]
     receive = [cuda.Stream(r, 0) for r in range(2)]
     source, offset, seen = 64, 2 * MIB + 3, 3 * MIB + 512 * 1024
+    # One way at a time: what a rank puts after a wait of its own, on whichever stream, comes after it.
     for turn, nbytes in enumerate([16, 1, 0, 4096 + 3, MIB]):
-        for rank, (_, arena, rail) in enumerate(made):
-            array(arena, np.uint8)[source : source + nbytes] = 10 * turn + rank + 1
-            rail.take(1 - rank, turn, 1, receive[rank].handle)
+        for sender in (0, 1):
+            (_, sent, there), (_, arena, here) = made[sender], made[1 - sender]
+            value, stream = 10 * turn + sender + 1, receive[1 - sender].handle
+            array(sent, np.uint8)[source : source + nbytes] = value
+            here.take(sender, turn, 1, stream)
             # Behind the wait: to a place of its own, what has come by then.
-            rail.put(rank, arena.address + offset, min(nbytes, 16), *PLACE, seen, 5, receive[rank].handle)
-        assert all(rail._rma.outstanding() == 1 for _, _, rail in made), "nobody has put anything yet"
-        for rank, (_, arena, rail) in enumerate(made):
-            rail.put(1 - rank, arena.address + source, nbytes, *PLACE, offset, turn, send[rank].handle)
-        finish()
-        for rank, (_, arena, rail) in enumerate(made):
+            here.put(1 - sender, arena.address + offset, min(nbytes, 16), *PLACE, seen, 5, stream)
+            assert here.outstanding() == 1, "nobody has put anything yet"
+            there.put(1 - sender, sent.address + source, nbytes, *PLACE, offset, turn, send[sender].handle)
+            finish()
             memory = array(arena, np.uint8)
-            assert (memory[offset : offset + nbytes] == 10 * turn + (1 - rank) + 1).all()
-            assert (memory[seen : seen + min(nbytes, 16)] == 10 * turn + (1 - rank) + 1).all()
+            assert (memory[offset : offset + nbytes] == value).all()
+            assert (memory[seen : seen + min(nbytes, 16)] == value).all()
             assert (memory[:source] == 0).all()
-            rail.check()
-            assert rail._rma.outstanding() == 0
+            here.check()
+            assert here.outstanding() == 0
     # Notifications count alike, several at once, and a wait takes as many as it says.
     for _ in range(3):
         made[0][2].notify(1, 0, send[0].handle)
@@ -183,10 +172,44 @@ def a_put_is_there_when_its_signal_is():
     finish()
     made[1][2].take(0, 0, 1, receive[1].handle)
     time.sleep(0.05)
-    assert made[1][2]._rma.outstanding() == 1
+    assert made[1][2].outstanding() == 1
     made[0][2].notify(1, 0, send[0].handle)
     finish()
-    ranks(2, lambda _, rank: made[rank][2].close())
+    threads(2, lambda _, rank: made[rank][2].close())
+
+
+@scenario
+def a_wait_holds_up_its_own_kind_of_collective_alone():
+    """Counter 1 is of reductions here, and so is the inbox; the others are of all-gathers."""
+    load()
+    topology, inbox = Topology(2, 1), (Space.INBOX, 0)
+
+    def work(exchange, rank):
+        domains = NcclDomains(exchange, rank, topology, rank, 5.0, signals=SIGNALS)
+        rail, memory = NcclRail(domains, reduces=lambda counter: counter == 1), domains.arena(MIB).memory
+        rail.register(*inbox, memory)
+        stage = cuda.Mapping(cuda.Allocation(rank, MIB), rank)
+        rail.register(*PLACE, stage)
+        return rail, memory, stage
+
+    made = threads(2, work)
+    first, second = cuda.Stream(0, 0), cuda.Stream(0, 0)
+    rail, memory, stage = made[0]
+    array(stage, np.uint8)[:16] = 3
+    rail.take(1, 1, 1, first.handle)
+    rail.put(1, stage.address, 16, *PLACE, 64, 0, second.handle)
+    until(lambda: (array(made[1][2], np.uint8)[64:80] == 3).all())
+    array(memory, np.uint8)[:16] = 4
+    rail.put(1, memory.address, 16, *inbox, 64, 1, second.handle)  # behind the wait, though on another stream
+    time.sleep(0.05)
+    landed = array(made[1][1], np.uint8)[64:80]
+    assert (landed == 0).all()
+    with raises(ValueError, "registered with the rail's own communicator"):
+        rail.put(1, stage.address, 16, *inbox, 0, 1, second.handle)
+    third = cuda.Stream(1, 0)
+    made[1][0].notify(0, 1, third.handle)
+    finish()
+    assert (landed == 4).all()
 
 
 @scenario
@@ -204,13 +227,13 @@ def memory_of_the_driver_can_be_registered_too():
             rail.register(Space.LANDING, 0, apart)
         return rail, memory
 
-    made = ranks(2, work)
+    made = threads(2, work)
     stream = cuda.Stream(0, 0)
     array(made[0][1], np.uint8)[:100] = 7
     made[0][0].put(1, made[0][1].address, 100, *PLACE, MIB, 2, stream.handle)
     finish()
     assert (array(made[1][1], np.uint8)[MIB : MIB + 100] == 7).all()
-    ranks(2, lambda _, rank: made[rank][0].close())
+    threads(2, lambda _, rank: made[rank][0].close())
 
 
 @scenario
@@ -225,16 +248,16 @@ def what_cannot_be_is_refused_before_nccl_sees_it():
         (lambda: rail.put(1, at, 16, *PLACE, 2 * MIB, 0, stream), "offset is 2097152; allowed: 0 to 2097136"),
         (lambda: rail.put(1, at + 2 * MIB - 8, 16, *PLACE, 0, 0, stream), "are not within memory that is registered"),
         (lambda: rail.put(1, at - 1, 16, *PLACE, 0, 0, stream), "are not within memory that is registered"),
-        (lambda: rail.put(1, at, 16, Space.INBOX, 0, 0, 0, stream), "inbox 0 is not registered with the rail"),
+        (lambda: rail.put(1, at, 16, Space.STAGE, 0, 0, 0, stream), "stage 0 is not registered with the rail"),
         (lambda: rail.put(1, at, -1, *PLACE, 0, 0, stream), "bytes is -1"),
         (lambda: rail.put(1, at, 16, *PLACE, 0, SIGNALS, stream), "signal is 6; allowed: 0 to 5"),
         (lambda: rail.take(1, 0, 0, stream), "count is 0; allowed: 1 to"),
-        (lambda: rail._rma.wait([], 0, stream), "a wait needs at least one signal"),
-        (lambda: rail._rma.wait([(1, 1, 0, 4)], 0, stream), "context is 4; allowed: 0 to 3"),
+        (lambda: rail._rmas[0].wait([], 0, stream), "a wait needs at least one signal"),
+        (lambda: rail._rmas[0].wait([(1, 1, 0, 4)], 0, stream), "context is 4; allowed: 0 to 3"),
         (lambda: nccl.Rma(made[0][0].main, 1.0), "the communicator has no RMA contexts"),
         (lambda: nccl.Communicator.join(0, b"short", 2, 0, 0, 1, 1, True, 1.0), "an id has 128 bytes; got 5"),
         (lambda: nccl.Window(made[1][0].main, made[0][1].memory, 1.0), "the memory is on device 0"),
-        (lambda: nccl.Rma(made[0][0].rail, 0.0), "timeout_s must be a positive number"),
+        (lambda: nccl.Rma(made[0][0].rails[0], 0.0), "timeout_s must be a positive number"),
     ):
         with raises(ValueError, text):
             call()
@@ -256,7 +279,7 @@ def what_nccl_refuses_is_told_in_its_words():
     library.fake_nccl_fail(b"ncclWaitSignal", 4, 0)
     with raises(TidePeerError, "rank 0 could not wait for rank 1 on the rail: ncclWaitSignal failed: invalid argument"):
         rail.take(1, 0, 1, own.handle)
-    assert rail._rma.outstanding() == 0
+    assert rail.outstanding() == 0
     rail.stop()
     with raises(TidePeerError, "could not signal rank 1 on the rail: ncclSignal: the communicator was closed"):
         rail.notify(1, 0, own.handle)
@@ -277,9 +300,10 @@ def a_step_that_fails_on_one_rank_fails_on_all():
         library.fake_nccl_fail(call.encode(), 1, 0)
 
         def work(exchange, rank):
-            return NcclDomains(exchange, rank, topology, rank, 2.0).arena(MIB)
+            domains = NcclDomains(exchange, rank, topology, rank, 2.0)
+            return NcclRail(domains), domains.arena(MIB)
 
-        errors = ranks(2, work)
+        errors = threads(2, work)
         for error in errors:
             assert isinstance(error, TideArenaError), (call, error)
             assert error.code == "TIDE-F029"
@@ -300,7 +324,12 @@ def no_step_outlasts_its_bound():
         library.fake_nccl_stick(call.encode(), 1)
         aborts = library.fake_nccl_calls(b"ncclCommAbort")
         started = time.monotonic()
-        errors = ranks(2, lambda exchange, rank: NcclDomains(exchange, rank, topology, rank, 0.3).arena(MIB))
+
+        def work(exchange, rank):
+            domains = NcclDomains(exchange, rank, topology, rank, 0.3)
+            return NcclRail(domains), domains.arena(MIB)
+
+        errors = threads(2, work)
         assert time.monotonic() - started < 5
         for error in errors:
             assert isinstance(error, TideArenaError)
@@ -318,7 +347,7 @@ def a_wait_in_vain_is_found_and_named():
     rail = made[0][2]
     rail.take(1, 3, 2, stream.handle)
     rail.check()  # hardly begun
-    assert rail._rma.outstanding() == 1
+    assert rail.outstanding() == 1
     started = time.monotonic()
     expected = (
         "TIDE: no progress within timeout_s=0.3: rank 0 awaits 2 signal(s) of counter 'arrived' of rank 1 on the rail. "
@@ -332,11 +361,11 @@ def a_wait_in_vain_is_found_and_named():
     # A wait that its stream has not reached is nobody's fault: it does not count.
     rail.take(1, 0, 1, stream.handle)
     time.sleep(0.4)
-    assert [w["tag"] for w in rail._rma.overdue(0.3)] == [3]
+    assert [w["tag"] for w in rail._rmas[0].overdue(0.3)] == [3]
     # Late is late, but not lost.
     for counter in (3, 3, 0):
         made[1][2].notify(0, counter, other.handle)
-    until(lambda: rail._rma.outstanding() == 0)
+    until(lambda: rail.outstanding() == 0)
     rail.check()
 
 
@@ -349,12 +378,54 @@ def a_rank_that_stops_with_a_blocked_stream_ends():
     stream = cuda.Stream(0, 0)
     made[1][2].stop()  # nothing is blocked there: it may live on
     made[0][2].take(1, 0, 1, stream.handle)
-    until(lambda: made[0][2]._rma.outstanding() == 1)
+    until(lambda: made[0][2].outstanding() == 1)
     made[0][2].stop()
     made[0][2].stop()
     made[0][2].close()
-    assert library.fake_nccl_calls(b"ncclCommAbort") == 4
+    assert library.fake_nccl_calls(b"ncclCommAbort") == 6
     time.sleep(20)
+
+
+@scenario
+def collectives_of_nodes_run_over_it():
+    """All-gathers land every shard, reductions give the bytes of the CPU's executor, and in the end nothing is left."""
+    library = load()
+    for shape, out_item, slot_reuse, chunk in [((2, 1), Item.F32, False, 4096), ((2, 2), Item.BF16, True, 64)]:
+
+        def work(exchange, rank, *case):
+            return check_collectives(rank, exchange, *case, connect=connect_rail)
+
+        case = shape, out_item, slot_reuse, chunk
+        found = threads(shape[0] * shape[1], lambda e, r, c=case: work(e, r, *c), timeout_s=60.0)
+        assert not any(isinstance(f, Exception) for f in found), found
+        assert library.fake_nccl_calls(b"ncclPutSignal") > 0
+        assert library.fake_nccl_open() == 0
+
+
+@scenario
+def a_rank_that_never_comes_ends_the_others():
+    """What the device awaits has its bound with a rail, too, and with it NCCL's part ends on every rank."""
+    library = load()
+
+    def work(exchange, rank):
+        here = Rank(rank, exchange, Topology(2, 1), rank, chunk_bytes=256, timeout_s=1.0, connect=connect_rail)
+        here.engine.watchdog._main = 0  # the error rises where a call begins, and nowhere else
+        group = here.groups[0]
+        if rank == 0:
+            output = memory(group.layout.output_items * 4)
+            here.reduce(group, [np.ones(s, np.uint16) for s in SIZES], output, Item.F32, 1.0)
+        until(lambda: here.engine.watchdog._failure is not None, 20)
+        until(lambda: here.rail._domains.main.closed)
+        return here.engine.watchdog._failure
+
+    waited, told = threads(2, work)
+    assert isinstance(waited, TideTimeoutError), waited
+    assert "reduce-scatter of 'group 0'" in str(waited)
+    assert "awaits counter arrived[0] of rank 1" in str(waited)
+    assert isinstance(told, TidePeerError), told
+    assert "rank 0 stopped first" in str(told)
+    assert library.fake_nccl_calls(b"ncclCommAbort") == 6
+    os._exit(0)  # a stream is blocked for good, as NCCL has it
 
 
 @scenario
@@ -375,7 +446,7 @@ def hosts_without_what_it_takes_are_told_so():
             rail = NcclRail(domains)
             rail.register(*PLACE, domains.arena(MIB).memory)
 
-        for error in ranks(2, work):
+        for error in threads(2, work):
             assert text in str(error), error
         for n in ("FAKE_NCCL_NO_WINDOW", name):
             os.environ.pop(n, None)
@@ -390,7 +461,7 @@ def hosts_without_what_it_takes_are_told_so():
         return {**real(), "version": mine}
 
     nccl.probe = probe
-    for error in ranks(2, lambda exchange, rank: NcclDomains(exchange, rank, topology, rank, 5.0)):
+    for error in threads(2, lambda exchange, rank: NcclDomains(exchange, rank, topology, rank, 5.0)):
         assert isinstance(error, TideArenaError)
         assert "rank 0 has NCCL 2.3" in str(error)
 
@@ -401,7 +472,7 @@ def nccl_makes_no_multicast_object_that_nobody_wants():
     topology = Topology(2, 1)
 
     def attempt(**options):
-        return ranks(2, lambda exchange, rank: NcclDomains(exchange, rank, topology, rank, 5.0, **options))
+        return threads(2, lambda exchange, rank: NcclDomains(exchange, rank, topology, rank, 5.0, **options))
 
     def refused(reason, **options):
         before = library.fake_nccl_calls(b"ncclCommInitRankConfig")

@@ -1,4 +1,4 @@
-"""Rails of NCCL's host RMA between two GPUs of one host, each standing for a node.
+"""Rails of NCCL's host RMA between two GPUs of one host, each standing for a node, and training over them.
 
 Needs NCCL 2.31.2 or newer in the process, which torch may not bring: ``LD_PRELOAD=.../libnccl.so.2``. Multicast stays
 off, whatever the hardware has. Rates are printed and not judged.
@@ -16,7 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import launch
+from models import BF16, Case, build, full_parameters, train
+from test_fsdp2_gpu import SLOT_REUSE, deterministic
 
+from tide_strategies import apply_tide
 from tide_strategies.collectives.schedule import Space
 from tide_strategies.runtime.cuda.nccl_domains import NcclArena, NcclDomains, missing_nccl
 from tide_strategies.runtime.cuda.nccl_rail import NcclRail
@@ -68,7 +71,7 @@ def _work(rank: int, world: int, _: None) -> dict[str, Any]:
     torch.cuda.synchronize()
     dist.barrier()
     rail.close()
-    return {**out, "closed": domains.main.closed and domains.rail.closed}
+    return {**out, "closed": all(comm.closed for comm in (domains.main, *domains.rails))}
 
 
 def _pattern(rank: int, nbytes: int) -> torch.Tensor:
@@ -82,43 +85,52 @@ def _all_ready() -> None:
 
 
 def _bytes(rank: int, rail: NcclRail, memory: torch.Tensor) -> list[str]:
-    """Sizes whose bytes did not arrive, or with more than theirs written."""
+    """Sizes whose bytes did not arrive, or with more than theirs written. One way at a time.
+
+    Both at once, each rank's put would come after its own wait: NCCL keeps the order of a communicator's operations.
+    """
     wrong, send, receive = [], torch.cuda.Stream(), torch.cuda.Stream()
-    for turn, nbytes in enumerate(SIZES):
-        counter = turn % 4
+    for turn, nbytes in enumerate(SIZES * 2):
+        counter, sender = turn % 4, turn // len(SIZES)
         memory[:nbytes] = _pattern(rank, nbytes)
         memory[HALF : HALF + nbytes + 64] = 0xEE
         _all_ready()
-        rail.take(1 - rank, counter, 1, receive.cuda_stream)
-        with torch.cuda.stream(receive):  # what is there at that moment
-            got = memory[HALF : HALF + nbytes + 64].clone()
-        rail.put(1 - rank, memory.data_ptr(), nbytes, *PLACE, HALF + 16, counter, send.cuda_stream)
+        if rank == sender:
+            rail.put(1 - rank, memory.data_ptr(), nbytes, *PLACE, HALF + 16, counter, send.cuda_stream)
+        else:
+            rail.take(sender, counter, 1, receive.cuda_stream)
+            with torch.cuda.stream(receive):  # what is there at that moment
+                got = memory[HALF : HALF + nbytes + 64].clone()
         _all_ready()
+        if rank == sender:
+            continue
         edges = bool((got[:16] == 0xEE).all()) and bool((got[nbytes + 16 :] == 0xEE).all())
-        if not (edges and torch.equal(got[16 : nbytes + 16], _pattern(1 - rank, nbytes))):
+        if not (edges and torch.equal(got[16 : nbytes + 16], _pattern(sender, nbytes))):
             wrong.append(f"{nbytes} bytes")
     return wrong
 
 
 def _order(rank: int, rail: NcclRail, memory: torch.Tensor) -> list[int]:
     """Puts for one counter that were not wholly there when their own signal was. All signals count alike."""
-    count, nbytes = 16, 4 * MIB
-    for i in range(count):
-        memory[i * nbytes : (i + 1) * nbytes] = i + 1
-    memory[HALF : HALF + count * nbytes] = 0
-    _all_ready()
-    send, receive = torch.cuda.Stream(), torch.cuda.Stream()
-    ends = []
-    for i in range(count):
-        rail.take(1 - rank, 0, 1, receive.cuda_stream)
-        with torch.cuda.stream(receive):
-            landed = memory[HALF + i * nbytes : HALF + (i + 1) * nbytes]
-            ends.append(torch.stack([landed.min(), landed.max()]))
-    for i in range(count):
-        source = memory[i * nbytes :].data_ptr()
-        rail.put(1 - rank, source, nbytes, *PLACE, HALF + i * nbytes, 0, send.cuda_stream)
-    _all_ready()
-    return [i for i, e in enumerate(ends) if e.tolist() != [i + 1, i + 1]]
+    count, nbytes, wrong = 16, 4 * MIB, []
+    for sender in (0, 1):
+        for i in range(count):
+            memory[i * nbytes : (i + 1) * nbytes] = i + 1
+        memory[HALF : HALF + count * nbytes] = 0
+        _all_ready()
+        stream, ends = torch.cuda.Stream(), []
+        for i in range(count):
+            if rank == sender:
+                source = memory[i * nbytes :].data_ptr()
+                rail.put(1 - rank, source, nbytes, *PLACE, HALF + i * nbytes, 0, stream.cuda_stream)
+                continue
+            rail.take(sender, 0, 1, stream.cuda_stream)
+            with torch.cuda.stream(stream):
+                landed = memory[HALF + i * nbytes : HALF + (i + 1) * nbytes]
+                ends.append(torch.stack([landed.min(), landed.max()]))
+        _all_ready()
+        wrong += [i for i, e in enumerate(ends) if e.tolist() != [i + 1, i + 1]]
+    return wrong
 
 
 def _rates(rank: int, arena: NcclArena, rail: NcclRail) -> dict[int, tuple[float, float, float]]:
@@ -173,3 +185,56 @@ def test_rates_are_told(found, capsys) -> None:
         for nbytes, (put, copy, host) in rates.items():
             share = f"{put / copy:.0%} of a copy's {copy:.0f}"
             print(f"  put of {nbytes // MIB} MiB: {put:.0f} GB/s, {share}; {host:.1f} us of the host")
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+TRAINED = [
+    Case("fp32"),
+    Case("uneven rows in bf16", uneven=True, policy=BF16),
+    Case("bf16 reduction", policy={"param_dtype": torch.bfloat16}),
+    Case("slot reuse", policy=BF16, accumulate=2, config=SLOT_REUSE),
+    Case(
+        "everything cached",
+        policy=BF16,
+        accumulate=3,
+        config={"all_gather.cache": "microbatch", "all_gather.slots": 4},
+    ),
+]
+
+
+def _train(rank: int, world: int, cases: list[Case]) -> dict[str, dict[str, Any]]:
+    """By case: whether losses and parameters are the same to the bit over both rails, and what each report says."""
+    torch.cuda.set_device(rank)
+    deterministic()
+    out: dict[str, dict[str, Any]] = {}
+    for case in cases:
+        results, placed = [], []
+        for rail in ("auto", "nccl_rma"):
+            model = build(case, world, device="cuda")
+            options = {"timeout_s": 30, "strict": True, "topology": "2x1", "rail": rail, **case.config}
+            handle = apply_tide(model, options)
+            losses = train(model, case, rank)
+            groups = handle.report().groups
+            placed.append({(g.path, g.topology, g.rail) for g in groups})
+            results.append((losses, full_parameters(model)))
+            torch.cuda.synchronize()
+            handle.close()
+        (losses, values), (railed, got) = results
+        equal = losses == railed and all(torch.equal(got[n], values[n]) for n in values)
+        out[case.name] = {"equal": equal, "losses": len(losses), "placed": placed}
+    return out
+
+
+@pytest.fixture(scope="module")
+def trained(found: list[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
+    """After the tests of the rail itself: without it there is nothing to train over."""
+    return launch(2, _train, TRAINED, timeout=300, backend="cpu:gloo,cuda:nccl")
+
+
+@pytest.mark.parametrize("name", [c.name for c in TRAINED])
+def test_training_over_nccls_rail_keeps_every_bit(trained, name: str) -> None:
+    for rank in trained:
+        assert rank[name]["placed"] == [{("tide", "2x1", "local")}, {("tide", "2x1", "nccl_rma")}]
+        assert rank[name]["losses"] > 0
+        assert rank[name]["equal"]

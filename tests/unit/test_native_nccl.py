@@ -20,6 +20,7 @@ SCENARIOS_FILE = TESTS / "fake_nccl" / "scenarios.py"
 #: Those that need a library of their own.
 SPECIAL = {
     "two_copies_are_refused",
+    "of_two_copies_the_one_that_everybody_calls_is_used",
     "an_old_library_is_told_from_a_maimed_one",
     "a_rank_that_stops_with_a_blocked_stream_ends",
 }
@@ -42,9 +43,10 @@ def test_scenario(driver, fake_nccl, name):
     run(name, driver, fake_nccl)
 
 
-def test_two_copies_are_refused(driver, fake_nccl, tmp_path):
+@pytest.mark.parametrize("name", ["two_copies_are_refused", "of_two_copies_the_one_that_everybody_calls_is_used"])
+def test_of_two_copies(driver, fake_nccl, tmp_path, name):
     other = shutil.copy(fake_nccl, tmp_path / "libnccl.so.2")
-    run("two_copies_are_refused", driver, fake_nccl, TIDE_OTHER_NCCL=str(other))
+    run(name, driver, fake_nccl, TIDE_OTHER_NCCL=str(other))
 
 
 def test_an_old_library_is_told_from_a_maimed_one(driver, old_nccl):
@@ -75,4 +77,15 @@ def test_declarations_are_those_of_nccls_header():
     source = ROOT / "csrc/cuda/nccl_check_headers.cpp"
     command = [compiler, "-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}", f"-isystem{include}", f"-isystem{cuda}"]
     done = subprocess.run([*command, source], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_headers_of_an_older_nccl_are_no_obstacle(tmp_path):
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ here")
+    (tmp_path / "nccl.h").write_text("#define NCCL_VERSION_CODE 22803\n")
+    source = ROOT / "csrc/cuda/nccl_check_headers.cpp"
+    command = [compiler, "-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}", f"-isystem{tmp_path}", source]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -127,8 +127,10 @@ def test_the_smallest_chunk_that_is_not_clearly_slower_is_taken() -> None:
 
 def test_built_in_rates_give_the_chunks_and_blocks_that_were_measured_to_be_good() -> None:
     assert unmeasured("cpu", Topology(1, 2), [layout(2, 256)]).chunk_bytes == 512 * 1024
-    for ranks, ctas in ((2, 28), (3, 20), (4, 16), (8, 12)):
+    # Small chunks: twice what keeps pace with pushes. 14 MiB: 28 * 37.2 us / (37.2 - 2 * 7.4 us), in fours.
+    for ranks, ctas in ((2, 56), (3, 40), (4, 32), (8, 24)):
         assert unmeasured("cuda", Topology(1, ranks), [layout(ranks, 64)]).sum_ctas == ctas
+    assert unmeasured("cuda", Topology(1, 2), [layout(2, 32768)]).sum_ctas == 48
     assert unmeasured("cuda", Topology(1, 2), [layout(2, 4096)]).chunk_bytes == 8 * MIB, "the host enqueues meanwhile"
     # 64 MiB contributions: sqrt((2.6 + 4.8 us) * 64 MiB * 395 GB/s) = 13.4 MiB; of 4 GiB what staging is bounded by.
     assert unmeasured("cuda", Topology(1, 2), [layout(2, 32768)]).chunk_bytes == 14 * MIB

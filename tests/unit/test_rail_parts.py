@@ -32,6 +32,7 @@ from tide_strategies.collectives.schedule import (
 )
 from tide_strategies.errors import TideArenaError
 from tide_strategies.layout import GroupLayout, ParamShape
+from tide_strategies.runtime.cuda.group import needed_device_memory
 from tide_strategies.runtime.hosts import Placement, found_topology, hosts_of, place, place_devices
 from tide_strategies.runtime.rails.cut import Cut, Send, cut
 from tide_strategies.runtime.rails.message import INLINE_BYTES, MESSAGE_BYTES, Kind, Message, parse, payload
@@ -262,25 +263,58 @@ def test_what_cannot_be_placed_has_a_code(hosts: str, stated: Any, rail: str, co
 @pytest.mark.parametrize(
     ("hosts", "stated", "rail", "expected"),
     [
-        ("aaaa", None, "p2p", (1, 4)),
-        ("aabb", None, "auto", (1, 4)),  # found out when they share memory
-        ("aaaa", (2, 2), "auto", (2, 2)),
-        ("aaaa", (4, 1), "local", (4, 1)),
+        ("aaaa", None, "p2p", (1, 4, "none", "GPU ranks of a group are one node")),
+        ("aaaa", None, "nccl_rma", (1, 4, "none", "GPU ranks of a group are one node")),
+        ("aabb", (1, 4), "auto", (1, 4, "none", "GPU ranks of a group are one node")),  # found out when they share
+        ("aaaa", (2, 2), "auto", (2, 2, "local", "topology as stated, all ranks map each other's memory")),
+        ("aaaa", (4, 1), "local", (4, 1, "local", "topology as stated, all ranks map each other's memory")),
+        ("aaaa", (2, 2), "nccl_rma", (2, 2, "nccl_rma", "topology as stated, puts through NCCL are asked for")),
+        ("aabb", None, "auto", (2, 2, "nccl_rma", "2 hosts found")),
+        ("aabb", (4, 1), "auto", (4, 1, "nccl_rma", "topology as stated")),
+        ("abcdefgh", None, "auto", (8, 1, "nccl_rma", "8 hosts found")),
         ("aaaa", (2, 2), "p2p", "TIDE-F028"),
-        ("aaaa", (2, 2), "nccl_rma", "TIDE-F028"),
-        ("aabb", (2, 2), "auto", "TIDE-F023"),
+        ("aabb", None, "p2p", "TIDE-F028"),
+        ("aabb", None, "local", "TIDE-F023"),
+        ("aabb", (2, 2), "local", "TIDE-F023"),
+        ("aaab", (2, 2), "auto", "TIDE-F020"),
+        ("aab", None, "auto", "TIDE-F027"),
     ],
 )
-def test_gpus_of_one_host_stand_for_nodes(hosts: str, stated: Any, rail: str, expected: Any) -> None:
+def test_gpu_nodes_are_connected_by_memory_within_a_host_and_by_nccl_between_them(
+    hosts: str, stated: Any, rail: str, expected: Any
+) -> None:
     where = identities(hosts), Topology(*stated) if stated else None, rail
     if isinstance(expected, tuple):
+        nodes, ranks, connected, why = expected
+        sharing = ranks if connected == "nccl_rma" and len(set(hosts)) > 1 else 0
         found = place_devices(*where)
-        assert found.topology == Topology(*expected)
-        assert found.schedule == ("two-level" if expected[0] > 1 else "direct")
+        assert found == Placement(Topology(nodes, ranks), connected, why, host_ranks=sharing)
+        assert found.schedule == ("lane" if ranks == 1 else "two-level" if nodes > 1 else "direct")
         return
     with pytest.raises(TideArenaError) as caught:
         place_devices(*where)
     assert caught.value.code == expected
+
+
+@pytest.mark.parametrize(("hosts", "rail"), [("aabb", "auto"), ("aabb", "nccl_rma"), ("aaaa", "nccl_rma")])
+def test_a_rank_whose_nccl_has_no_rails_keeps_all_from_them(hosts: str, rail: str) -> None:
+    facts = identities(hosts, nccl=None)
+    facts[2]["nccl"] = "NCCL 2.28.9 is loaded"
+    with pytest.raises(TideArenaError, match=r"rank 2: NCCL 2\.28\.9 is loaded") as caught:
+        place_devices(facts, Topology(2, 2), rail)
+    assert caught.value.code == "TIDE-F029"
+    assert place_devices(identities("aaaa", nccl="none"), Topology(2, 2), "auto").rail == "local"
+
+
+def test_gpu_lanes_of_more_nodes_than_one_sum_takes_are_two_level() -> None:
+    nine = Topology(9, 1)
+    assert place_devices(identities("abcdefghi"), nine, "auto").schedule == "two-level"
+    layout = GroupLayout((ParamShape.of((18, 4), 2),), 9)
+    assert (Space.STAGING, 0) not in needed_device_memory([layout], nine, 0, 256)
+    # Partials in fp32 there: two rows of a block each for eight nodes. A lane of eight holds as much of gradients.
+    assert needed_device_memory([layout], nine, 0, 256)[Space.INBOX, 1] > 0
+    eight = GroupLayout((ParamShape.of((16, 4), 2),), 8)
+    assert (Space.INBOX, 1) not in needed_device_memory([eight], Topology(8, 1), 0, 256)
 
 
 # --- who brings the notifications of others ----------------------------------------------------------------------

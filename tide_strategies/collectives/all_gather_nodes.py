@@ -1,5 +1,7 @@
 """The all-gather across nodes: paced doubling on the rails, then straight into the landing (paper, section 3).
 
+On a single node there are no rounds: what is left is one copy from the stage to the landings of all, by multicast.
+
 Every rank's shards travel packed, in slots of the receive stage; as slots arrive, they are placed in the landing of all
 ranks of the node, runs of slots by one strided copy per parameter. Streams keep conditions apart (section 3.2):
 
@@ -49,7 +51,7 @@ def all_gather_nodes(
 
     Args:
         layout: the group's geometry.
-        topology: M >= 2 nodes.
+        topology: M nodes; one only with ``shared_landing`` and streams side by side.
         rank: whose schedule.
         shard_items: element of each shard; a shard whose element differs from the landing's is cast on the way.
         shared_landing: one write reaches the landing of all ranks of a node (shared memory, or multicast).
@@ -66,6 +68,8 @@ def all_gather_nodes(
             f"layout of {layout.ranks} ranks and {len(layout.params)} parameters does not fit "
             f"topology {topology} and {len(shard_items)} shard dtypes"
         )
+    if topology.nodes == 1 and (interleave or adopted or not shared_landing):
+        raise ValueError("on one node this is for streams side by side, a shared landing and shards that are copied in")
     if head_bytes < 1:
         raise ValueError(f"head_bytes must be at least 1; got {head_bytes}")
     for shape, item in zip(layout.params, shard_items, strict=True):
@@ -121,7 +125,8 @@ class _Builder:
         for r in self.rounds:
             copy += self._receive("copy", r)
         copy += self._announce()
-        return {"cast": cast, "rail": [*self._rail()], "copy": copy, **ends}
+        rail = {"rail": [*self._rail()]} if self.rounds else {}
+        return {"cast": cast, **rail, "copy": copy, **ends}
 
     def advance(self) -> dict[tuple[Counter, int], int]:
         """What one call adds to every cell that this rank waits for, and to its own that ``reuse`` counts as well."""
@@ -135,7 +140,8 @@ class _Builder:
             else:
                 out[signals.STAGE_FREE, target] = 1
         if not self.interleave:
-            out[signals.FORWARDED, self.rank] = 1
+            if self.rounds:
+                out[signals.FORWARDED, self.rank] = 1
             if not self.adopted:
                 out.update({(c, self.rank): 1 for c in (signals.PLACED, signals.RELEASED)})
         return out
@@ -260,8 +266,9 @@ class _Builder:
         """Everything is placed: tell the node, and let the rail peers into the stage again."""
         if self.peers:
             yield Notify(LANDED)
-        if not self.interleave:
-            yield Await(signals.FORWARDED, self.rank, 1)
-        yield Notify(signals.STAGE_FREE, self._peer(self.rounds[0].source))
+        if self.rounds:
+            if not self.interleave:
+                yield Await(signals.FORWARDED, self.rank, 1)
+            yield Notify(signals.STAGE_FREE, self._peer(self.rounds[0].source))
         if not self.interleave and not self.adopted:
             yield Notify(signals.RELEASED, self.rank)

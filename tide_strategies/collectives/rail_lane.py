@@ -193,7 +193,8 @@ class _Lane:
             advance.update({(signals.credit(self.rank), w): needed} if needed else {})
         if not self.interleave:
             advance.update({(signals.SUMMED, self.rank): self.nodes, (signals.sent(self.bank), self.rank): 1})
-        memory = {(Space.INBOX, g): WAVE_WIDTH * self.block for g in range(self.plan.generations)}
+        widest = min(WAVE_WIDTH, self.nodes - 1)  # the own contribution is in no inbox
+        memory = {(Space.INBOX, g): widest * self.block for g in range(self.plan.generations)}
         memory[Space.OUTBOX, self.bank] = (self.nodes - 1) * self.block
         memory[Space.SPARE, self.bank] = self.block
         if self.running:

@@ -11,6 +11,9 @@ from tide_strategies.collectives.schedule import Counter
 #: Names of the counters of which every landing slot has its own.
 PER_SLOT = frozenset({"vacated", "opened"})
 
+#: Names of the counters by which reductions tell ranks of other nodes; all else that these are told is of all-gathers.
+REDUCING = frozenset({"arrived", "credit"})
+
 #: Every wave: the writer's inbox holds what the wave needs. Read by the node.
 FILLED = Counter("filled")
 #: The writer has landed a wave out of the inboxes of its node. Read by the node.

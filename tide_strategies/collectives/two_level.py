@@ -336,9 +336,12 @@ class _Builder:
                 spare = self.own[wave.part].dst.offset + offset - s * self.slices.block_bytes
                 sources[-1] = Ref(Space.SPARE, self.bank, spare, sources[-1].at)
             running = Ref(Space.RUNNING, 0, begin * 4)
-            if self._running and not last:
+            # What the switch adds up has one source; what lies elsewhere is added by a landing of its own.
+            if self._running and (self.multicast or not last):
                 yield Land(running, tuple(sources), items, Item.F32, accumulate=not first)
-                continue
+                if not last:
+                    continue
+                sources = []
             if self._running:
                 sources.insert(0, running)
             dst = Ref(Space.OUTPUT, 0, begin * self.output.size)

@@ -7,6 +7,7 @@ so all ranks choose alike.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import statistics
@@ -250,7 +251,7 @@ def _forget_calls(members: Sequence[Member]) -> None:
 
 def _measure(exchange: Exchange, ranks: dist.ProcessGroup, member: Member, budget_s: float) -> plans.Measured | None:
     """Time one group's collectives on both paths, in turns. None, on all ranks, if stock's cannot run here."""
-    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+    with _own_stream(member.group.device), torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch, about names that all its supported versions have
         calls = _calls(ranks, member)
         start, error = time.perf_counter(), ""
@@ -278,6 +279,11 @@ def _measure(exchange: Exchange, ranks: dist.ProcessGroup, member: Member, budge
             if clear or len(samples[0]) >= _MOST or stated[0][1] > budget_s:
                 items = sum(member.layout.shard_items(p) for p in range(len(member.layout.params)))
                 return plans.Measured(tide, stock, _shard_bytes(member), items)
+
+
+def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Collectives run on streams of their own; the program's is often the default one."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _median_of_slowest(by_rank: Sequence[Sequence[float]]) -> float:

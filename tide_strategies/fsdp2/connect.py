@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.config import TideConfig
-from tide_strategies.errors import TideConfigError
+from tide_strategies.errors import TideArenaError, TideConfigError, TideFallbackError
 from tide_strategies.fsdp2.access import unsharded_dtype
 from tide_strategies.fsdp2.cpu_path import CpuPath
 from tide_strategies.fsdp2.eligibility import REDUCIBLE, shard_item, stated_topology
@@ -20,6 +22,7 @@ from tide_strategies.layout import GroupLayout
 from tide_strategies.planner.knobs import Knobs, choose
 from tide_strategies.planner.rates import Rates, built_in
 from tide_strategies.runtime import bootstrap, trace
+from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.exchange import Exchange, exchange_json, process_group_exchange
 from tide_strategies.runtime.group import GroupCollectives, needed_memory
@@ -28,9 +31,12 @@ from tide_strategies.runtime.rails.p2p import P2PRail, open_rail
 from tide_strategies.runtime.slots import Slot, SlotRing
 from tide_strategies.topology import Topology
 
+_log = logging.getLogger("tide_strategies")
+
 if TYPE_CHECKING:
     from tide_strategies.runtime.cuda.engine import CudaEngine
     from tide_strategies.runtime.cuda.group import CudaGroup, Kernels
+    from tide_strategies.runtime.cuda.nccl_rail import NcclRail
 
 
 class Member(Protocol):
@@ -127,26 +133,67 @@ def _connect_cuda(
     config: TideConfig,
     solve: Callable[[Topology], Knobs],
 ) -> tuple[AnyEngine, Knobs]:
+    from tide_strategies.runtime.cuda.multicast import multicast_facts, why_unicast
+    from tide_strategies.runtime.cuda.nccl_domains import missing_nccl
+
+    facts = {"nccl": missing_nccl(), "multicast": multicast_facts(torch.cuda.current_device())}
+    identities = exchange_json(exchange, {**bootstrap.host_identity(), **facts})
+    placement = place_devices(identities, stated_topology(config, ranks), config.rail)
+    knobs = solve(placement.topology)
+    wanted = config.all_gather.multicast
+    why = why_unicast([i["multicast"] for i in identities], placement.topology, wanted)
+    if not why:
+        try:
+            return _connect_devices(exchange, ranks, members, config, knobs, replace(placement, multicast="on")), knobs
+        except TideArenaError as e:  # on every rank alike; what has nothing to do with multicast fails again below
+            why = str(e)
+    if wanted is True:
+        words = f"all_gather.multicast is true, and cannot be: {why}"
+        if config.strict:
+            raise TideFallbackError(f"TIDE (strict): {words}")
+        if ranks.rank() == 0:
+            _log.warning("TIDE: %s. Shards go to each peer by a copy of their own.", words)
+    unicast = replace(placement, multicast=f"off ({why})")
+    return _connect_devices(exchange, ranks, members, config, knobs, unicast), knobs
+
+
+def _connect_devices(
+    exchange: Exchange,
+    ranks: dist.ProcessGroup,
+    members: Sequence[Member],
+    config: TideConfig,
+    knobs: Knobs,
+    placement: Placement,
+) -> CudaEngine:
+    """Connect them as ``placement`` says, on every rank, or with a TideArenaError on each."""
     from tide_strategies.fsdp2.cuda_path import CudaLanding, CudaPath, CudaStreams
     from tide_strategies.fsdp2.device_trace import DeviceTrace
     from tide_strategies.runtime.cuda.engine import CudaEngine
     from tide_strategies.runtime.cuda.group import needed_device_memory
     from tide_strategies.runtime.cuda.sum_kernels import sum_kernels
 
-    identities = exchange_json(exchange, bootstrap.host_identity())
-    placement = place_devices(identities, stated_topology(config, ranks), config.rail)
-    topology = placement.topology
-    knobs = solve(topology)
-    device = torch.cuda.current_device()
+    topology, device, multicast = placement.topology, torch.cuda.current_device(), placement.multicast == "on"
     slot_reuse = config.reduce_scatter.mode == "slot_reuse"
+    slots = len(members) + config.all_gather.slots
     engine = CudaEngine(
         exchange,
         ranks.rank(),
         topology,
         device,
-        slots=len(members) + config.all_gather.slots,
-        memory=needed_device_memory((m.layout for m in members), topology, ranks.rank(), knobs.chunk_bytes, slot_reuse),
+        slots=slots,
+        memory=needed_device_memory(
+            (m.layout for m in members),
+            topology,
+            ranks.rank(),
+            knobs.chunk_bytes,
+            slot_reuse,
+            plan=knobs.base_plan(topology),
+            multicast=multicast,
+        ),
         timeout_s=config.timeout_s,
+        rail=_device_rail(exchange, ranks.rank(), placement, device, config, slots),
+        multicast=multicast,
+        host_ranks=placement.host_ranks,
     )
     try:
         groups = _device_groups(engine, members, config, knobs, sum_kernels(device))
@@ -166,11 +213,25 @@ def _connect_cuda(
             poison=torch.from_dlpack(window.tensor(0, member.layout.landing_bytes, "uint8"))
             if config.debug.poison_slots
             else None,
+            masters=_fp32_masters(member.group),
         )
         member.binding = GroupBinding(CudaPath(collectives, streams, landing, device_trace), config.all_gather.cache)
         member.placement = placement
         adopt(member.group, landing_tensors(member.group, member.layout, window), member.binding)
-    return engine, knobs
+    return engine
+
+
+def _device_rail(
+    exchange: Exchange, rank: int, placement: Placement, device: int, config: TideConfig, slots: int
+) -> NcclRail | None:
+    """The rail of an engine with so many slots, if it has one; on every rank, or with a TideArenaError on each."""
+    from tide_strategies.runtime.cuda.nccl_rail import connect_rail
+
+    if placement.rail != "nccl_rma":
+        return None
+    book = CallBook(placement.topology, slots)
+    multicast = config.all_gather.multicast is not False
+    return connect_rail(exchange, rank, placement.topology, device, config.timeout_s, book, multicast=multicast)
 
 
 def _device_groups(
@@ -190,6 +251,7 @@ def _device_groups(
             knobs.sum_ctas,
             landing_ctas=knobs.landing_ctas,
             slot_reuse=config.reduce_scatter.mode == "slot_reuse",
+            plan=knobs.base_plan(engine.topology),
         )
         for member, home in zip(members, _homes(engine, members, config), strict=True)
     ]
@@ -204,9 +266,17 @@ def _prepare(exchange: Exchange, rank: int, members: Sequence[Member], groups: S
         for member, collectives in zip(members, groups, strict=True):
             for reduction in _expected_reductions(member.group):
                 collectives.prepare(*reduction)
+            if _fp32_masters(member.group):
+                collectives.prepare_casts()
     except KernelUnavailableError as e:
         error = str(e)
-    bootstrap.agree(exchange, rank, error, "compiling the kernels of reductions", code="TIDE-F016")
+    bootstrap.agree(exchange, rank, error, "compiling the kernels of sums and casts", code="TIDE-F016")
+
+
+def _fp32_masters(group: Any) -> bool:
+    """Whether every parameter is computed with in bf16 from an fp32 shard."""
+    kinds = {(p._sharded_param_data.dtype, unsharded_dtype(p)) for p in group.fsdp_params}
+    return kinds == {(torch.float32, torch.bfloat16)}
 
 
 def _expected_reductions(group: Any) -> list[tuple[tuple[int, ...], Item, Item]]:

@@ -10,8 +10,9 @@ Three moments of a landing are kept apart, each with its own event or counter:
 Under Slot-Reuse (paper, section 5.3) a landing whose parameters are done with takes the gradients before it is vacated.
 
 Across nodes, each rank's shards are cast into the stage rather than the landing; a stream of the rail's own exchanges
-them, and another places what arrives. Reductions have a stream of their own for each of their three parts, so that one
-call's gradients are read while another's partials are under way (paper, section 5.2).
+them, and another places what arrives. So they are for multicast, whose one copy writes every landing, the own too.
+Reductions across nodes have a stream of their own for each of their three parts, so that one call's gradients are read
+while another's partials are under way (paper, section 5.2).
 
 Every call here is on the host's critical path: events are made once and recorded again, and nothing is asked of torch
 twice.
@@ -56,7 +57,8 @@ class CudaLanding:
     """Views of a group's landing, one per parameter.
 
     Args:
-        own: this rank's padded shards, where they are sent from (across nodes, in the stage).
+        own: this rank's padded shards, where they are sent from (across nodes and for multicast, in the stage).
+        masters: shards are fp32 and parameters bf16, which the collectives can cast themselves.
         gradients: room for each unsharded gradient, where its parameter lies; None under In-Place.
         poison: the whole landing as bytes, to be made NaN when vacated; None to leave it.
     """
@@ -64,6 +66,7 @@ class CudaLanding:
     own: list[torch.Tensor]
     gradients: list[torch.Tensor] | None = None
     poison: torch.Tensor | None = None
+    masters: bool = False
 
 
 class CudaPath:
@@ -102,7 +105,7 @@ class CudaPath:
         if stream == current:  # an explicit unshard: waits for peers must not hold up the program's own stream
             stream = self.streams.gather
             cuda.order(current.cuda_stream, stream.cuda_stream)
-        place = self.streams.place if self.collectives.several_nodes else stream
+        place = self.streams.place if self.collectives.staged else stream
         slot = self._slot = self.collectives.occupy()
         vacated = self.streams.vacated.get(slot.index)
         if vacated is not None:
@@ -112,13 +115,14 @@ class CudaPath:
         if place is not stream:
             sending += [("rail", self.streams.rail), ("place", place)]
         with span(self._trace, label, self.collectives.sent_bytes, *sending):
-            self.collectives.open(slot, stream.cuda_stream, versions)
-            torch.cuda.set_stream(stream)
-            try:
-                with torch.no_grad():
-                    torch._foreach_copy_(self._landing.own, list(shards))
-            finally:
-                torch.cuda.set_stream(current)
+            addresses = [s.data_ptr() for s in shards] if self._landing.masters else ()
+            if not self.collectives.open(slot, stream.cuda_stream, versions, addresses):
+                torch.cuda.set_stream(stream)
+                try:
+                    with torch.no_grad():
+                        torch._foreach_copy_(self._landing.own, list(shards))
+                finally:
+                    torch.cuda.set_stream(current)
             self.collectives.send(stream.cuda_stream, self.streams.rail.cuda_stream, place.cuda_stream)
         completion = self.streams.completion
         cuda.order(place.cuda_stream, completion.cuda_stream)

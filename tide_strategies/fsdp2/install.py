@@ -35,19 +35,20 @@ from tide_strategies.runtime.hosts import Placement
 _log = logging.getLogger("tide_strategies")
 
 
-#: Options that change nothing on this kind of device, or nothing yet.
-_WITHOUT_EFFECT = {
-    "all_gather.multicast",
-}
+#: Options that change nothing on this kind of device.
 _WITHOUT_EFFECT_ON = {
-    "cpu": {"reduce_scatter.mode", "reduce_scatter.sum_ctas", "reduce_scatter.landing_ctas"},
-    "cuda": {"reduce_scatter.round_width", "reduce_scatter.passes"},
+    "cpu": {
+        "all_gather.multicast",
+        "reduce_scatter.mode",
+        "reduce_scatter.sum_ctas",
+        "reduce_scatter.landing_ctas",
+    },
 }
 
 
 def options_without_effect(*devices: str) -> set[str]:
     """Dotted names of the options that change nothing on some of these kinds of device."""
-    return _WITHOUT_EFFECT.union(*(_WITHOUT_EFFECT_ON.get(d, set()) for d in devices))
+    return set().union(*(_WITHOUT_EFFECT_ON.get(d, set()) for d in devices))
 
 
 @dataclass
@@ -80,6 +81,7 @@ class InstalledGroup:
             rail=place.rail if place else "",
             schedule=place.schedule if place else "",
             placement=place.why if place else "",
+            multicast=place.multicast if place else "",
             calibration=self.calibrated.words() if self.calibrated is not None else "",
             all_gather=CollectiveStats(**vars(self.binding.all_gathers)) if self.binding else CollectiveStats(),
             reduce_scatter=CollectiveStats(**vars(self.binding.reduce_scatters)) if self.binding else CollectiveStats(),

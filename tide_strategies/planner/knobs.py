@@ -15,7 +15,7 @@ from tide_strategies.collectives.reduce_scatter import PIECE_ALIGNMENT
 from tide_strategies.config import LEAST_CHUNK
 from tide_strategies.layout import GroupLayout, align
 from tide_strategies.planner.rates import Rates, built_in
-from tide_strategies.planner.sizing import MAX_ROUND_WIDTH, chunk_bytes, passes_of, solve
+from tide_strategies.planner.sizing import MAX_ROUND_WIDTH, chunk_bytes, paced_ctas, passes_of, solve
 from tide_strategies.topology import Topology
 
 
@@ -82,9 +82,11 @@ def choose(
     passes = 1 if one_thread else passes_of(rates, topology, output, sizing)
     if passes > 1:
         sizing = solve(rates, topology, output, passes=passes)
+    chunk = min(chunk_bytes(rates, largest, one_thread=one_thread), align(whole, LEAST_CHUNK))
+    ctas = sizing.sum_ctas if topology.nodes > 1 else paced_ctas(rates, topology, chunk, sizing.sum_ctas)
     solved = Knobs(
-        chunk_bytes=min(chunk_bytes(rates, largest, one_thread=one_thread), align(whole, LEAST_CHUNK)),
-        sum_ctas=1 if one_thread else sizing.sum_ctas,
+        chunk_bytes=chunk,
+        sum_ctas=1 if one_thread else ctas,
         landing_ctas=min(sizing.landing_ctas, 1) if one_thread else sizing.landing_ctas,
         round_width=max(sizing.round_width, 1),
         passes=passes,

@@ -103,6 +103,17 @@ def solve(rates: Rates, topology: Topology, output_bytes: int, *, grad_itemsize:
     return Sizing(width, sum_ctas, landing_ctas, rounds, waves, wire_s)
 
 
+def paced_ctas(rates: Rates, topology: Topology, chunk: int, ctas: int) -> int:
+    """Thread blocks of a sum on one node, from ``ctas`` that keep pace with pushes, for chunks of so many bytes.
+
+    With two banks a chunk is pushed once the one before the last has been summed, which word of the push and word of
+    the sum enclose: what they take is not there to sum in. At most twice ``ctas``, for small chunks are all waits.
+    """
+    pushing_s = max(topology.local_ranks - 1, 1) * chunk / rates.push
+    summing_s = pushing_s - 2 * (rates.start_s + rates.signal_s)
+    return min(align(math.ceil(ctas * min(pushing_s / max(summing_s, 1e-9), 2.0)), 4), MAX_CTAS)
+
+
 def _blocks(wanted: float) -> int:
     return min(math.ceil(wanted), MAX_CTAS)
 

@@ -16,10 +16,11 @@ class CallBook:
 
     def __init__(self, topology: Topology, slots: int) -> None:
         steps = (topology.nodes - 1).bit_length()
-        kinds = [(LANDED, 1), (CONSUMED, 1), (pushed(0), topology.local_ranks)]
+        kinds = [(c, 1) for c in (LANDED, CONSUMED, signals.PLACED, signals.RELEASED)]
+        kinds.append((pushed(0), topology.local_ranks))
         if topology.nodes > 1:
             kinds += [(c, 1) for c in (signals.FILLED, signals.EMPTIED, signals.STAGE_FREE, signals.SUMMED)]
-            kinds += [(c, 1) for c in (signals.PLACED, signals.FORWARDED, signals.RELEASED, signals.RAILED)]
+            kinds += [(c, 1) for c in (signals.FORWARDED, signals.RAILED)]
             kinds += [(signals.sent(0), 2), (signals.arrived(0), topology.nodes), (signals.credit(0), topology.nodes)]
             kinds += [(signals.gathered(0), steps), (signals.clear(0), steps)]
         kinds.append((signals.OPENED if topology.lane else VACATED, slots))
@@ -45,6 +46,10 @@ class CallBook:
     def counter_name(self, number: int) -> str:
         """The counter with this number, in words."""
         return self._names[number]
+
+    def reduces(self, number: int) -> bool:
+        """Whether it is by reductions that ranks of other nodes are told of the counter with this number."""
+        return self._names[number].split("[")[0] in signals.REDUCING
 
     def tag(self, label: str) -> int:
         """A number for what a call does, alike on all ranks, by which peers notice that they disagree."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tide_strategies.collectives.rail_lane import WAVE_WIDTH
 from tide_strategies.errors import TideArenaError
 from tide_strategies.runtime.bootstrap import apart, check_one_host
 from tide_strategies.topology import Topology
@@ -21,15 +22,19 @@ class Placement:
 
     Args:
         topology: its nodes; the ranks of one node share memory.
-        rail: what connects the nodes: memory that they share too, messages, or nothing, for one node.
+        rail: what connects the nodes: memory that they share too, messages, NCCL, or nothing, for one node.
         why: the reason for both, in words.
-        lanes: whether one rank on each node has schedules of its own.
+        lanes: whether one rank on each node has schedules of its own (on GPUs, reductions).
+        host_ranks: so many consecutive ranks are on one host, or more of them; 0: all are.
+        multicast: whether GPUs use multicast, and why not, in words; empty for CPU ranks.
     """
 
     topology: Topology
-    rail: Literal["none", "local", "p2p"]
+    rail: Literal["none", "local", "p2p", "nccl_rma"]
     why: str
     lanes: bool = True
+    host_ranks: int = 0
+    multicast: str = ""
 
     @property
     def schedule(self) -> Literal["direct", "two-level", "lane"]:
@@ -101,20 +106,38 @@ def place(identities: Sequence[dict[str, Any]], stated: Topology | None, rail: s
 
 
 def place_devices(identities: Sequence[dict[str, Any]], stated: Topology | None, rail: str) -> Placement:
-    """Topology and rail of ranks that drive GPUs. Several nodes are virtual ones: all ranks map each other's memory.
+    """Topology and rail of ranks that drive GPUs.
 
-    Args: as of :func:`place`.
+    Args:
+        identities: as of :func:`place`; ``nccl`` says why that rank's NCCL has no host RMA, or is None.
+        stated: as of :func:`place`.
+        rail: option ``rail``. "auto" is memory that all ranks of one host map, and NCCL between hosts.
 
     Raises:
-        TideArenaError: on every rank alike: several nodes on several hosts (TIDE-F023), or connected otherwise than by
-            memory (TIDE-F028). That the ranks of one node are on one host is found out when they share memory.
+        TideArenaError: on every rank alike: the hosts form no topology (TIDE-F027), the ranks of a node are not on one
+            host (TIDE-F020), the rail that is asked for ends with the host (TIDE-F023) or is not for GPU ranks
+            (TIDE-F028), or a rank's NCCL has no rails (TIDE-F029). That the ranks of a single stated node are on one
+            host is found out when they share memory.
     """
-    if stated is None or stated.nodes == 1:
-        return Placement(Topology(1, len(identities)), "none", "GPU ranks of a group are one node")
-    try:
-        check_one_host(list(identities))
-    except TideArenaError as e:
-        raise TideArenaError(str(e), "TIDE-F023") from e
-    if rail not in ("auto", "local"):
-        raise TideArenaError(f"rail: {rail} does not connect GPU ranks, which share a host here", "TIDE-F028")
-    return Placement(stated, "local", "topology as stated, all ranks map each other's memory", lanes=False)
+    everyone = list(identities)
+    hosts = len(hosts_of(identities))
+    topology = stated or found_topology(identities)
+    if topology.nodes == 1:
+        return Placement(topology, "none", "GPU ranks of a group are one node")
+    nodes, lanes = "topology as stated" if stated else f"{hosts} hosts found", topology.nodes <= WAVE_WIDTH
+    if rail == "p2p":
+        raise TideArenaError("rail: p2p connects CPU ranks, and these are GPU ranks", "TIDE-F028")
+    if hosts == 1 and rail in ("auto", "local"):
+        return Placement(topology, "local", f"{nodes}, all ranks map each other's memory", lanes)
+    if rail == "local":
+        try:
+            check_one_host(everyone)
+        except TideArenaError as e:
+            raise TideArenaError(str(e), "TIDE-F023") from e
+    for first in range(0, topology.ranks, topology.local_ranks):
+        check_one_host(everyone[first : first + topology.local_ranks], first)
+    without = [f"rank {r}: {i['nccl']}" for r, i in enumerate(identities) if i.get("nccl") is not None]
+    if without:
+        raise TideArenaError("; ".join(without), "TIDE-F029")
+    asked = ", puts through NCCL are asked for" if rail == "nccl_rma" else ""
+    return Placement(topology, "nccl_rma", nodes + asked, lanes, host_ranks=0 if hosts == 1 else topology.local_ranks)

@@ -104,7 +104,8 @@ class Story:
             call = Call(self._change("all-gather", number, schedule), number, names, slot)
             calls.append(call)
             streams = [s for s in schedule.streams if s not in ("completion", "readiness")]
-            if self.topology.nodes == 1 and streams[0] == "cast":  # the caller's own, before it lets the others begin
+            # The caller's own, before it lets the others begin, where it casts into its landing.
+            if self.topology.nodes == 1 and streams[0] == "cast" and not self.multicast:
                 self._caller(rank).append(Do(call, streams.pop(0)))
             self._issue(rank, call, streams, "gather")
             self._issue(rank, call, ["completion"] if not self.interleave else [], "gather", after=False)
@@ -221,7 +222,8 @@ class Story:
         self, layout: GroupLayout, rank: int, items: Sequence[Item], adopted: bool, head_bytes: int
     ) -> Schedule:
         everywhere = self.shared_landing or self.multicast
-        if self.topology.nodes == 1 or self.lane:
+        staged = self.topology.nodes > 1 or (self.multicast and not self.interleave)
+        if self.lane or not staged:
             return all_gather(layout, self.topology, rank, items, shared_landing=everywhere, interleave=self.interleave)
         return all_gather_nodes(
             layout,

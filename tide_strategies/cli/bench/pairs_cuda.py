@@ -18,7 +18,7 @@ from tide_strategies.collectives.reduce_scatter import BANKS
 from tide_strategies.collectives.schedule import Item, Space
 from tide_strategies.layout import GroupLayout
 from tide_strategies.planner.knobs import unmeasured
-from tide_strategies.runtime.cuda.engine import CudaEngine, DeviceSlot
+from tide_strategies.runtime.cuda.engine import CudaEngine
 from tide_strategies.runtime.cuda.group import CudaGroup
 from tide_strategies.runtime.cuda.sum_kernels import sum_kernels
 from tide_strategies.runtime.slots import SlotRing
@@ -104,32 +104,32 @@ def _gather_in_turn(
     """Our all-gather of the shards; without ``cast`` they are in the own landings from the start."""
     gather, completion, readiness = (torch.cuda.Stream(place.device, priority=-1) for _ in range(3))
     own = [_own_shards(group, layout, place.rank) for group in groups]
+    masters = [s.data_ptr() for s in shards] if cast else []
     turn = 0
     for group, views in zip(groups, own, strict=True):  # each takes its slot, which it keeps
         slot = group.occupy()
+        if cast:
+            group.prepare_casts()
         torch._foreach_copy_(views, shards)
         current = torch.cuda.current_stream().cuda_stream
         cuda.order(current, gather.cuda_stream)
-        _finish(group, slot, current, gather.cuda_stream, completion.cuda_stream, readiness.cuda_stream)
+        group.open(slot, gather.cuda_stream)
+        _finish(group, current, gather.cuda_stream, completion.cuda_stream, readiness.cuda_stream)
 
     def call() -> None:
         nonlocal turn
-        group, views = groups[turn], own[turn]
+        group = groups[turn]
         turn = 1 - turn
         current = torch.cuda.current_stream().cuda_stream
         cuda.order(current, gather.cuda_stream)
-        slot = group.occupy()
-        if cast:
-            with torch.cuda.stream(gather):
-                torch._foreach_copy_(views, shards)
-        _finish(group, slot, current, gather.cuda_stream, completion.cuda_stream, readiness.cuda_stream)
+        group.open(group.occupy(), gather.cuda_stream, shards=masters)
+        _finish(group, current, gather.cuda_stream, completion.cuda_stream, readiness.cuda_stream)
 
     return call
 
 
-def _finish(group: CudaGroup, slot: DeviceSlot, current: int, gather: int, completion: int, readiness: int) -> None:
+def _finish(group: CudaGroup, current: int, gather: int, completion: int, readiness: int) -> None:
     """From the own landing to everybody's, then vacate, on streams by handle: as ``fsdp2.cuda_path`` orders them."""
-    group.open(slot, gather)
     group.send(gather)
     cuda.order(gather, completion)
     group.complete(completion)
@@ -166,13 +166,13 @@ def _reduce_scatter(place: Place, shard_bytes: int, params: int, ctas: int, chun
         dist.reduce_scatter_tensor(output, packed, op=dist.ReduceOp.AVG)
 
     push_limit = _pushes(place, 2 * layout.output_items)
-    summed = (ranks * 2 + 4) * layout.output_items // 2  # a copy reads and writes each byte
-    source = torch.randint(256, (summed,), dtype=torch.uint8, device=device)
+    summed = (ranks * 2 + 4) * layout.output_items // 8  # a kernel reads and writes each word
+    source = torch.randn(summed, device=device)
     target = torch.empty_like(source)
 
     def limit() -> None:
         push_limit()
-        target.copy_(source)
+        torch.neg(source, out=target)
 
     return Pair(
         "reduce_scatter",
@@ -189,15 +189,18 @@ def _reduce_scatter(place: Place, shard_bytes: int, params: int, ctas: int, chun
 def _pushes(place: Place, nbytes: int) -> Callable[[], None]:
     """Raw copies of ``nbytes`` to a peer's GPU (or within a shared one), as many as there are peers.
 
-    Every rank sends to the next one: no two send to the same GPU.
+    Every rank sends to the next one: no two send to the same GPU. The driver gets them from us: torch's copies between
+    devices order streams of both, which is no part of a copy.
     """
     gpus = torch.cuda.device_count()
     peer = torch.device("cuda", (place.rank + 1) % place.ranks % gpus)
     source = torch.randint(256, (nbytes,), dtype=torch.uint8, device=place.device)
     target = torch.empty(nbytes, dtype=torch.uint8, device=peer)
+    target.copy_(source)  # from here on, each GPU's memory is open to the other
 
     def call() -> None:
+        stream = torch.cuda.current_stream().cuda_stream
         for _ in range(place.ranks - 1):
-            target.copy_(source, non_blocking=True)
+            cuda.copy(target.data_ptr(), source.data_ptr(), nbytes, stream)
 
     return call

@@ -1,26 +1,27 @@
-"""Device memory, counters and call order of one process group whose ranks drive GPUs of one host.
+"""Device memory, counters and call order of one process group whose ranks drive GPUs.
 
 The CUDA counterpart of ``runtime/engine.py``. Nothing here waits: calls are enqueued on CUDA streams, and waits for
 peers happen on the device. A watchdog thread bounds them (``watchdog.py``).
 
-The host may stand for several nodes. Their ranks map each other's memory all the same, which is the rail between them:
-a put is a copy and a signal, like any other.
+One host may stand for several nodes. Then their ranks map each other's memory all the same, which is the rail between
+them: a put is a copy and a signal, like any other. With a rail of another kind, only the ranks of a node do so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from tide_strategies._native import cuda
-from tide_strategies.collectives.schedule import SELF, Schedule, Space
+from tide_strategies.collectives.schedule import NODE, SELF, Schedule, Space
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
-from tide_strategies.runtime.cuda.fit import fit, without_casts
+from tide_strategies.runtime.cuda.fit import casts_by_kernel, fit, without_casts
 from tide_strategies.runtime.cuda.memory import SharedAllocation, share_allocation
-from tide_strategies.runtime.cuda.rail import Cut, DeviceRail, RailCall, cut, enqueue
+from tide_strategies.runtime.cuda.multicast import share_multicast
+from tide_strategies.runtime.cuda.rail import RAILED, Cut, DeviceRail, RailCall, cut, enqueue
 from tide_strategies.runtime.cuda.watchdog import Watchdog
 from tide_strategies.runtime.encode import Base, Encoded, encode
 from tide_strategies.runtime.slots import Landing, Slot
@@ -34,15 +35,9 @@ _URGENT = -1
 
 @dataclass(eq=False)
 class DeviceSlot(Slot):
-    """A slot of device memory on every rank, mapped by all for as long as the slot exists."""
+    """A slot of device memory on every rank, mapped by all who share memory for as long as the slot exists."""
 
     memory: SharedAllocation | None = None
-
-    @property
-    def addresses(self) -> list[int]:
-        """Where each rank's memory begins in this process."""
-        assert self.memory is not None
-        return self.memory.addresses
 
 
 class CudaEngine:
@@ -51,12 +46,14 @@ class CudaEngine:
     Args:
         exchange: all-gathers a small payload among the ranks, in rank order.
         rank: this rank in the group.
-        topology: all ranks of the group; several nodes are virtual ones.
+        topology: all ranks of the group; several nodes are virtual ones, unless there is a rail.
         device: this rank's CUDA device ordinal.
         slots: upper bound on landing slots, which sizes the counter table.
         memory: bytes that schedules need on every rank beside their arguments.
         timeout_s: bound of every wait.
-        rail: carries what goes between nodes; None: their ranks reach each other's memory.
+        rail: carries what goes between nodes; None: their ranks reach each other's memory. The engine closes it.
+        multicast: landings and inboxes can be addressed on all ranks of a node at once.
+        host_ranks: so many consecutive ranks are on each host; 0: all are on one.
 
     Raises:
         TideArenaError: on every rank, if device memory cannot be shared between them.
@@ -73,9 +70,13 @@ class CudaEngine:
         memory: Mapping[tuple[Space, int], int],
         timeout_s: float,
         rail: DeviceRail | None = None,
+        multicast: bool = False,
+        host_ranks: int = 0,
     ) -> None:
         self.rank, self.topology, self.device, self.timeout_s = rank, topology, device, timeout_s
-        self.rail = rail
+        self.rail, self.multicast = rail, multicast
+        #: So many consecutive ranks map each other's memory.
+        self._sharing = topology.ranks if rail is None else topology.local_ranks
         self._intakes: dict[str, cuda.Stream] = {}
         self.book = CallBook(topology, slots)
         self._exchange = exchange
@@ -83,21 +84,33 @@ class CudaEngine:
         self.trace: Trace | None = None
         self._slots_used = self._reductions = 0
         self._bytes: dict[str, int] = {}
+        try:
+            self._set_up(memory, host_ranks)
+        except BaseException:
+            if rail is not None:
+                rail.stop()
+            raise
+
+    def _set_up(self, memory: Mapping[tuple[Space, int], int], host_ranks: int) -> None:
+        rank, ranks, device, counters = self.rank, self.topology.ranks, self.device, self.book.counters
         # Who the peers are, whether they live, and why one stopped: kept in a little shared host memory.
-        self.host = SharedArena.create(exchange, rank, topology.ranks, 1, timeout_s)
-        cells = self._share(cuda.Control.control_bytes(topology.ranks, self.book.counters), "control")
+        self.host = SharedArena.create(self._exchange, rank, ranks, 1, self.timeout_s, host_ranks)
+        cells = self._share(cuda.Control.control_bytes(ranks, counters), "control")
         peers = [None if r == rank else m for r, m in enumerate(cells.mappings)]
-        self.control = cuda.Control(device, topology.ranks, rank, self.book.counters, cells.mappings[rank], peers)
+        self.control = cuda.Control(device, ranks, rank, counters, cells.mapping(rank), peers)
         wanted = sorted(memory.items(), key=lambda item: (item[0][0].value, item[0][1]))
-        self._memory = {key: self._share(nbytes, key[0].value) for key, nbytes in wanted}
-        exchange(b"ready")  # no rank may write into counters that their owner is still clearing
-        cuda.be_patient(timeout_s + _BEYOND_TIMEOUT_S)
-        stop = (lambda: None) if rail is None else rail.stop
-        self.watchdog = Watchdog(self.control, self.host, self.book, rank, timeout_s, stop)
+        self._memory = {k: self._share(nbytes, k[0].value, k[0] is Space.INBOX) for k, nbytes in wanted}
+        if self.rail is not None:
+            for key in (k for k, _ in wanted if k[0] in RAILED):
+                self.rail.register(*key, self.own(*key))
+        self._exchange(b"ready")  # no rank may write into counters that their owner is still clearing
+        cuda.be_patient(self.timeout_s + _BEYOND_TIMEOUT_S)
+        stop = (lambda: None) if self.rail is None else self.rail.stop
+        self.watchdog = Watchdog(self.control, self.host, self.book, rank, self.timeout_s, stop)
 
     def add_slot(self, nbytes: int, part: str) -> DeviceSlot:
         """Make a landing slot of ``nbytes`` on every rank, counted as ``part``."""
-        shared = self._share(max(nbytes, 1), part)
+        shared = self._share(max(nbytes, 1), part, everywhere=True)
         self._slots_used += 1
         return DeviceSlot(self._slots_used - 1, (shared.own,), memory=shared)
 
@@ -117,13 +130,22 @@ class CudaEngine:
         made = cut(without_casts(schedule), node, inputs, program)
         return RailedCollective(self, made, label, self.rail, intake.handle)
 
+    def casting_collective(self, schedule: Schedule, inputs: int, label: str) -> CudaCollective:
+        """Make a schedule of one node callable, with casts by kernels of ours."""
+        program = partial(cuda.Program, readers=list(self.topology.node_ranks(self.rank)))
+        return CudaCollective(self, encode(casts_by_kernel(schedule), inputs, program), label)
+
     def address(self, space: Space, index: int, at: int) -> int:
-        """Address in this process of a schedule's memory on rank ``at`` (or SELF)."""
-        return self._memory[space, index].addresses[self.rank if at == SELF else at]
+        """Address in this process of a schedule's memory on rank ``at`` (or SELF, or NODE)."""
+        return self.within(self._memory[space, index], at)
+
+    def within(self, shared: SharedAllocation, at: int) -> int:
+        """Address in this process of memory on rank ``at`` (or SELF, or NODE)."""
+        return shared.everywhere if at == NODE else shared.addresses[self.rank if at == SELF else at]
 
     def own(self, space: Space, index: int) -> cuda.Mapping:
         """A schedule's memory on this rank."""
-        return self._memory[space, index].mappings[self.rank]
+        return self._memory[space, index].mapping(self.rank)
 
     def next_bank(self) -> int:
         """The bank of the next reduction across nodes: they alternate, whichever groups they belong to."""
@@ -135,18 +157,40 @@ class CudaEngine:
         return dict(self._bytes)
 
     def close(self) -> None:
-        """Stop the watchdog and let go of the memory."""
+        """Stop the watchdog and let go of the memory.
+
+        With a rail, all ranks do so, and it waits for what the device has been given, which the watchdog bounds.
+        """
         if self.trace is not None:
             self.trace.close()
+        if self.rail is not None:
+            cuda.settle(self.device, self.timeout_s)
         self.watchdog.close()
         if self.rail is not None:
             self.rail.close()
         self.host.close()
 
-    def _share(self, nbytes: int, part: str) -> SharedAllocation:
-        shared = share_allocation(self._exchange, self.rank, self.topology.ranks, self.timeout_s, self.device, nbytes)
+    def _share(self, nbytes: int, part: str, everywhere: bool = False) -> SharedAllocation:
+        """Memory on every rank, counted as ``part``; ``everywhere``: by multicast too, if the engine has that."""
+        ranks, local, everywhere = self.topology.ranks, self.topology.local_ranks, everywhere and self.multicast
+        if everywhere:
+            nbytes = cuda.Multicast.whole_bytes(self.device, local, nbytes)
+        where = self._exchange, self.rank, ranks, self.timeout_s, self.device
+        shared = share_allocation(*where, nbytes, self._sharing)
+        if everywhere:
+            shared = replace(shared, multicast=share_multicast(*where, shared, local))
         self._bytes[part] = self._bytes.get(part, 0) + shared.own.bytes
         return shared
+
+
+def refuse_default_streams(names: Iterable[str], cuda_streams: Mapping[str, int]) -> None:
+    """Raise ValueError if a stream of a program is to run on the default stream: nothing would be enqueued there."""
+    for name in names:
+        if cuda_streams.get(name) == 0:
+            raise ValueError(
+                f"stream {name!r} of a collective is given CUDA's default stream; collectives run on streams of their "
+                f"own (torch.cuda.Stream)"
+            )
 
 
 class CudaCollective:
@@ -166,14 +210,20 @@ class CudaCollective:
         """Memory that a call needs addresses of, after its inputs."""
         return self._encoded.bases
 
-    def addresses(self, landing: Sequence[int] = (), output: int = 0) -> list[int]:
-        """Addresses of everything but the inputs; ``landing`` has one per rank."""
-        own = self._engine.rank
-        where = {Space.LANDING: lambda at: landing[own if at < 0 else at], Space.OUTPUT: lambda at: output}
-        return [
-            where[space](at) if space in where else self._engine.address(space, index, at)
-            for space, index, at in self._encoded.bases
-        ]
+    def addresses(self, slot: DeviceSlot | None = None, output: int = 0) -> list[int]:
+        """Addresses of everything but the inputs; ``slot`` is where the landing is."""
+        engine = self._engine
+
+        def address(space: Space, index: int, at: int) -> int:
+            if space is Space.OUTPUT:
+                return output
+            if space is not Space.LANDING:
+                return engine.address(space, index, at)
+            assert slot is not None
+            assert slot.memory is not None
+            return engine.within(slot.memory, at)
+
+        return [address(*base) for base in self._encoded.bases]
 
     def begin(self, inputs: Sequence[int], others: Sequence[int], tag: int, slot: int = 0, divisor: float = 1.0) -> Any:
         """Take the next place in the order of calls.
@@ -192,7 +242,11 @@ class CudaCollective:
         """Enqueue those streams of a call that are named, each on the CUDA stream with its handle. Returns at once.
 
         They are enqueued in the schedule's order of issue, whatever the order here.
+
+        Raises:
+            ValueError: one of them is the default stream, whose handle is 0.
         """
+        refuse_default_streams(self._encoded.streams, cuda_streams)
         call.enqueue_lanes([cuda_streams.get(name, 0) for name in self._encoded.streams])
 
     def enqueue(self, call: Any, stream: str, cuda_stream: int) -> None:
@@ -215,4 +269,5 @@ class RailedCollective(CudaCollective):
 
     def enqueue_streams(self, call: Any, cuda_streams: Mapping[str, int]) -> None:
         """See :meth:`CudaCollective.enqueue_streams`."""
+        refuse_default_streams(self._encoded.streams, cuda_streams)
         enqueue(self._made, call, self._rail, self._engine.book.counter, cuda_streams, self._intake)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tide_strategies.collectives.schedule import Await, Copy, Counter, Land, Notify, Op, Put, Schedule, Sum
 
-#: Stream whose copies the caller makes, by kernels of the framework (they cast as well).
+#: Stream whose copies the framework's kernels make, or a kernel of ours that casts (``casts_by_kernel``).
 CASTS = "cast"
 #: Streams that are left of it, on either side of the copies: when they may begin, and that they are done.
 BEFORE_CAST, AFTER_CAST = "before cast", "after cast"
@@ -35,6 +35,13 @@ def without_casts(schedule: Schedule) -> Schedule:
         }
         streams.update({part: kept for part, kept in parts.items() if kept})
     return replace(schedule, streams=streams)
+
+
+def casts_by_kernel(schedule: Schedule) -> Schedule:
+    """The same schedule with each cast as the sum of one source, for a kernel that works with few thread blocks."""
+    casts = (op for op in schedule.streams[CASTS] if isinstance(op, Copy))
+    sums = tuple(Sum(op.dst, (op.src,), op.items, op.src_item, op.dst_item, scaled=False) for op in casts)
+    return counted(replace(schedule, streams={**schedule.streams, CASTS: sums}))
 
 
 def counted(schedule: Schedule) -> Schedule:

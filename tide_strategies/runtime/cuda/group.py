@@ -13,12 +13,13 @@ from typing import Any, Protocol
 from tide_strategies.collectives.all_gather import all_gather, reuse
 from tide_strategies.collectives.all_gather_nodes import all_gather_nodes, slot_offsets
 from tide_strategies.collectives.plan import BasePlan
+from tide_strategies.collectives.rail_lane import WAVE_WIDTH
 from tide_strategies.collectives.reduce_scatter import BANKS, reduce_scatter
 from tide_strategies.collectives.schedule import Item, Schedule, Space
 from tide_strategies.collectives.two_level import default_plan
 from tide_strategies.layout import GroupLayout
 from tide_strategies.runtime.cuda.engine import CudaCollective, CudaEngine, DeviceSlot
-from tide_strategies.runtime.cuda.fit import AFTER_CAST, BEFORE_CAST, sums_aligned
+from tide_strategies.runtime.cuda.fit import AFTER_CAST, BEFORE_CAST, CASTS, casts_by_kernel, sums_aligned
 from tide_strategies.runtime.group import LandingGroup
 from tide_strategies.runtime.slots import SlotRing
 from tide_strategies.topology import Topology
@@ -30,15 +31,22 @@ _ITEMS = (Item.F32, Item.BF16)
 
 
 def needed_device_memory(
-    layouts: Iterable[GroupLayout], topology: Topology, rank: int, chunk_bytes: int, slot_reuse: bool = False
+    layouts: Iterable[GroupLayout],
+    topology: Topology,
+    rank: int,
+    chunk_bytes: int,
+    slot_reuse: bool = False,
+    *,
+    plan: BasePlan | None = None,
+    multicast: bool = False,
 ) -> dict[tuple[Space, int], int]:
     """Bytes that the collectives of groups with these layouts need on every rank beside their arguments.
 
-    ``slot_reuse``: reductions across nodes have the small outbox.
+    ``chunk_bytes``, ``slot_reuse`` and ``plan`` are as of :class:`CudaGroup`, ``multicast`` as of the engine.
     """
     needed: dict[tuple[Space, int], int] = {}
     for layout in dict.fromkeys(layouts):
-        schedules = [_all_gather_schedule(layout, topology, rank)]
+        schedules = [_all_gather_schedule(layout, topology, rank, multicast)]
         for bank in range(BANKS if topology.nodes > 1 else 1):  # of the element types, these need most
             schedules.append(
                 reduce_scatter(
@@ -49,8 +57,9 @@ def needed_device_memory(
                     output=Item.BF16,
                     chunk_bytes=chunk_bytes,
                     interleave=False,
-                    plan=_plan(topology, slot_reuse),
+                    plan=_plan(topology, slot_reuse, plan),
                     bank=bank,
+                    multicast=multicast,
                 )
             )
         for schedule in schedules:
@@ -59,16 +68,34 @@ def needed_device_memory(
     return {which: nbytes for which, nbytes in needed.items() if nbytes}
 
 
-def _all_gather_schedule(layout: GroupLayout, topology: Topology, rank: int) -> Schedule:
+def _all_gather_schedule(layout: GroupLayout, topology: Topology, rank: int, multicast: bool) -> Schedule:
     items = [Item.of_size(p.itemsize) for p in layout.params]
-    # With one rank a node too: a rail between hosts would not reach landings of other nodes.
-    build = all_gather if topology.nodes == 1 else all_gather_nodes
-    return build(layout, topology, rank, items, shared_landing=False, interleave=False)
+    # With one rank a node too: leave to write into a landing comes when compute is through with it, and a rail that
+    # does one thing after the other (``nccl_rail``) would hold up all later all-gathers until then.
+    build = all_gather_nodes if topology.nodes > 1 or multicast else all_gather
+    return build(layout, topology, rank, items, shared_landing=multicast, interleave=False)
 
 
-def _plan(topology: Topology, slot_reuse: bool) -> BasePlan | None:
-    """Of reductions across nodes, with one rank a node too; all calls of an engine have the same but for the mode."""
-    return replace(default_plan(topology), slot_reuse=slot_reuse) if topology.nodes > 1 else None
+def _plan(topology: Topology, slot_reuse: bool, stated: BasePlan | None) -> BasePlan | None:
+    """Of reductions across nodes, but for those of a lane; all calls of an engine have the same but for the mode."""
+    if topology.nodes == 1 or reduces_as_lane(topology):
+        return None
+    return replace(stated or default_plan(topology), slot_reuse=slot_reuse)
+
+
+def reduces_as_lane(topology: Topology) -> bool:
+    """Whether reductions are those of a rail lane (``collectives/rail_lane.py``): one rank a node, and few nodes.
+
+    The summing kernel adds contributions of one wave, and not to what an earlier wave has left.
+    """
+    return topology.lane and topology.nodes <= WAVE_WIDTH
+
+
+def _reuse_schedule(topology: Topology, rank: int) -> Schedule:
+    if not topology.lane:
+        return reuse(topology, rank)
+    # Nobody else writes into the landing (:func:`_all_gather_schedule`), and so nobody is told.
+    return Schedule("reuse", rank, topology.ranks, {"completion": (), "readiness": ()}, {})
 
 
 class SumKernel(Protocol):
@@ -91,6 +118,9 @@ class Kernels(Protocol):
     def land(self, sources: int, pointers: int, output: Item, accumulate: bool, aligned: bool) -> SumKernel:
         """The kernel that adds ``sources`` node partials, which lie in ``pointers`` places."""
 
+    def land_multicast(self, output: Item, accumulate: bool) -> SumKernel:
+        """The kernel that lets the NVSwitch add what all GPUs of the node hold."""
+
 
 class CudaGroup(LandingGroup):
     """Collectives of one parameter group on this rank.
@@ -105,6 +135,7 @@ class CudaGroup(LandingGroup):
         sum_ctas: thread blocks of a sum.
         landing_ctas: thread blocks of a landing; by default as many.
         slot_reuse: reductions across nodes have the small outbox.
+        plan: rounds and passes of reductions across nodes, alike for all groups of the engine; None for the default.
     """
 
     def __init__(
@@ -119,19 +150,23 @@ class CudaGroup(LandingGroup):
         *,
         landing_ctas: int | None = None,
         slot_reuse: bool = False,
+        plan: BasePlan | None = None,
     ) -> None:
         super().__init__(name, layout, engine.landing(layout.landing_bytes), home)
         self._engine, self._chunk_bytes = engine, chunk_bytes
         self._kernels, self._ctas = kernels, (sum_ctas, landing_ctas or sum_ctas)
-        self._plan = _plan(engine.topology, slot_reuse)
-        schedule = _all_gather_schedule(layout, engine.topology, engine.rank)
+        self._plan = _plan(engine.topology, slot_reuse, plan)
+        schedule = _all_gather_schedule(layout, engine.topology, engine.rank, engine.multicast)
         self._all_gather = engine.collective(schedule, len(layout.params), f"all-gather of {name!r}")
-        self._reuse = engine.collective(reuse(engine.topology, engine.rank), 0, f"reuse of {name!r}")
+        self._reuse = engine.collective(_reuse_schedule(engine.topology, engine.rank), 0, f"reuse of {name!r}")
         self._no_shards = [0] * len(layout.params)  # the caller's cast puts them where they are sent from
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
         self._reductions: dict[tuple[tuple[int, ...], Item, Item, int, bool], _Reduction] = {}
         self._running: tuple[CudaCollective, Any] | None = None
-        self._sends: dict[int, tuple[int, list[int]]] = {}
+        self._sends: dict[tuple[CudaCollective, int], tuple[int, list[int]]] = {}
+        self._casting: CudaCollective | None = None
+        self._cast_kernels: tuple[SumKernel, ...] = ()  # keeps their modules loaded
+        self._cast_aligned = False
 
     @property
     def sent_bytes(self) -> int:
@@ -140,12 +175,17 @@ class CudaGroup(LandingGroup):
 
     @property
     def several_nodes(self) -> bool:
-        """Whether own shards are sent from the stage, by streams of the rail's and the landing's own."""
+        """Whether reductions have a network phase, on a stream of its own."""
         return self._engine.topology.nodes > 1
+
+    @property
+    def staged(self) -> bool:
+        """Whether own shards are sent from the stage, by streams of the rail's and the landing's own."""
+        return self.several_nodes or self._engine.multicast
 
     def own_shards(self) -> tuple[Any, list[int]]:
         """Memory that this rank casts its padded shards into, and the byte where each parameter's begins."""
-        if self.several_nodes:
+        if self.staged:
             return self._engine.own(Space.STAGE, 0), list(slot_offsets(self.layout)[:-1])
         rank, params = self._engine.rank, range(len(self.layout.params))
         return self.landing.window, [self.layout.landing_offset(p, rank) for p in params]
@@ -156,27 +196,60 @@ class CudaGroup(LandingGroup):
         assert isinstance(slot, DeviceSlot)
         return slot
 
-    def open(self, slot: DeviceSlot, stream: int, versions: tuple[int, ...] | None = None) -> None:
-        """Begin an all-gather; ``stream`` waits until the own shards may be cast to where they are sent from."""
-        send = self._sends.get(slot.index)
+    def prepare_casts(self) -> None:
+        """Let a kernel of ours cast fp32 shards to bf16, which then is part of :meth:`send`: its few thread blocks, as
+        many as a sum has, leave most of the device to the computation beside it.
+
+        Only if shards are not :attr:`staged`; otherwise the caller goes on casting.
+        """
+        if self.staged:
+            return
+        engine, shards = self._engine, [Item.F32] * len(self.layout.params)
+        schedule = all_gather(self.layout, engine.topology, engine.rank, shards, shared_landing=False, interleave=False)
+        collective = engine.casting_collective(schedule, len(shards), self._all_gather.label)
+        self._cast_aligned = self._aligned(range(len(shards)), ()) and sums_aligned(casts_by_kernel(schedule), False)
+        if collective.program.sum_kinds:  # this rank has something of them
+            kernel = self._kernels.sum(0, len(shards), Item.F32, Item.BF16, self._cast_aligned)
+            self._set_kernel(collective, 0, kernel, self._ctas[False])
+            self._cast_kernels = (kernel,)
+        self._casting = collective
+
+    def open(
+        self,
+        slot: DeviceSlot,
+        stream: int,
+        versions: tuple[int, ...] | None = None,
+        shards: Sequence[int] = (),
+    ) -> bool:
+        """Begin an all-gather; ``stream`` waits until the own shards may be cast to where they are sent from.
+
+        ``shards``: addresses of this rank's padded fp32 shards. Returns whether :meth:`send` will cast them; otherwise
+        the caller does, before it sends.
+        """
+        casts = self._casting if shards and (not self._cast_aligned or all(a % 16 == 0 for a in shards)) else None
+        collective = casts or self._all_gather
+        send = self._sends.get((collective, slot.index))
         if send is None:  # a slot's addresses stay what they are
-            tag = self._engine.book.tag(f"{self._all_gather.label} into slot {slot.index}")
-            send = self._sends[slot.index] = tag, self._all_gather.addresses(landing=slot.addresses)
+            tag = self._engine.book.tag(f"{collective.label} into slot {slot.index}")
+            send = self._sends[collective, slot.index] = tag, collective.addresses(slot)
         tag, others = send
-        call = self._all_gather.begin(self._no_shards, others, tag, slot.index)
-        self._running, self._versions = (self._all_gather, call), versions
-        if self.several_nodes:
-            self._all_gather.enqueue(call, BEFORE_CAST, stream)
+        call = collective.begin(shards if casts else self._no_shards, others, tag, slot.index)
+        self._running, self._versions = (collective, call), versions
+        if self.staged:
+            collective.enqueue(call, BEFORE_CAST, stream)
+        return casts is not None
 
     def send(self, stream: int, rail: int = 0, place: int = 0) -> None:
-        """Enqueue what brings the own shards, cast on ``stream``, to every rank.
+        """Enqueue what brings the own shards, cast on ``stream``, to every rank; the cast too, if :meth:`open` said so.
 
-        On one node ``stream`` sends them on. Otherwise ``rail`` exchanges them with other nodes, and ``place`` brings
-        what arrives to every landing of the node.
+        If they are not :attr:`staged`, ``stream`` sends them on. Otherwise ``rail`` exchanges them with other nodes, if
+        there are any, and ``place`` brings them and what arrives to every landing of the node.
         """
         assert self._running is not None
         collective, call = self._running
-        streams = {AFTER_CAST: stream, "rail": rail, "copy": place} if self.several_nodes else {"copy": stream}
+        streams = {CASTS: stream, "copy": stream}
+        if self.staged:
+            streams = {AFTER_CAST: stream, "rail": rail, "copy": place}
         collective.enqueue_streams(call, streams)
         self.all_gathers.calls += 1
         self.all_gathers.bytes += self.sent_bytes
@@ -213,14 +286,15 @@ class CudaGroup(LandingGroup):
     ) -> None:
         """Enqueue the reduction of the gradients of ``params`` on the (push, sum, network) streams.
 
-        The gradients have been read once push and sum have run. The result is at ``output_address`` once network has,
-        or sum on one node, where network may be left out.
+        The gradients have been read once push and sum have run (a lane has a push stream alone for that). The result is
+        at ``output_address`` once network has, or sum on one node, where network may be left out.
         """
         bank = self._engine.next_bank() if self.several_nodes else 0
         reduction = self._reduction(params, grad, output, bank, self._aligned(params, [*gradients, output_address]))
         collective = reduction.collective
         call = collective.begin(gradients, collective.addresses(output=output_address), reduction.tag, 0, divisor)
-        collective.enqueue_streams(call, dict(zip(("push", "sum", "network"), streams, strict=False)))
+        named = dict(zip(("push", "sum", "network"), streams, strict=False))
+        collective.enqueue_streams(call, {**named, "read": streams[0]})
         self.reduce_scatters.calls += 1
         self.reduce_scatters.bytes += reduction.bytes
 
@@ -232,7 +306,7 @@ class CudaGroup(LandingGroup):
         for bank in range(BANKS if self.several_nodes else 1):
             self._reduction(params, grad, output, bank, self._aligned(params, ()))
 
-    def _aligned(self, params: tuple[int, ...], addresses: Sequence[int]) -> bool:
+    def _aligned(self, params: Iterable[int], addresses: Sequence[int]) -> bool:
         """Whether every address and length lets the kernel move 16 bytes at a time."""
         lengths = all(self.layout.shard_items(p) % 8 == 0 for p in params)
         return lengths and all(a % 16 == 0 for a in addresses)
@@ -259,31 +333,40 @@ class CudaGroup(LandingGroup):
             interleave=False,
             plan=self._plan,
             bank=bank,
+            multicast=engine.multicast,
         )
         label = self._reduction_label(params, grad, output)
         collective = engine.collective(schedule, len(params), label)
         wide = {landing: aligned and sums_aligned(schedule, landing) for landing in (False, True)}
         places = sum(space in _PARTIALS for space, _, _ in collective.bases)
-        kernels = []
+        running = any(space is Space.RUNNING for space, _, _ in collective.bases)
+        kernels: list[SumKernel] = []
         for number, (landing, sources, _, dst, accumulate) in enumerate(collective.program.sum_kinds):
-            if landing:
+            # What has been added up beside a narrower output is no longer anywhere else.
+            if landing and engine.multicast and not (running and _ITEMS[dst] is not Item.F32):
+                kernel = self._kernels.land_multicast(_ITEMS[dst], accumulate)
+            elif landing:
                 kernel = self._kernels.land(sources, places, _ITEMS[dst], accumulate, wide[True])
             else:
                 kernel = self._kernels.sum(sources - 1, len(params), grad, _ITEMS[dst], wide[False])
             kernels.append(kernel)
-            collective.program.set_sum_kernel(
-                kernel.function,
-                kernel.threads,
-                kernel.shared_bytes,
-                self._ctas[landing],
-                kernel.pointers,
-                kernel.tile,
-                kernel.extra_null_pointers,
-                device=engine.device,
-                kind=number,
-            )
+            self._set_kernel(collective, number, kernel, self._ctas[landing])
         sent = self._sent_bytes(params, grad, engine.rank)
         return _Reduction(collective, engine.book.tag(label), sent, tuple(kernels))
+
+    def _set_kernel(self, collective: CudaCollective, kind: int, kernel: SumKernel, ctas: int) -> None:
+        """Let ``kernel`` make the collective's sums of that kind, with so many thread blocks."""
+        collective.program.set_sum_kernel(
+            kernel.function,
+            kernel.threads,
+            kernel.shared_bytes,
+            ctas,
+            kernel.pointers,
+            kernel.tile,
+            kernel.extra_null_pointers,
+            device=self._engine.device,
+            kind=kind,
+        )
 
 
 @dataclass(frozen=True)

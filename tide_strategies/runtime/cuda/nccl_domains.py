@@ -1,9 +1,12 @@
 """NCCL communicators scoped to what they connect (paper, section 6.1), and device memory registered with them.
 
 One communicator of all ranks gives addresses within a node; it has no RMA contexts, since each would open queue pairs
-to every rank. One of the ranks of each rail has them, and with it the puts between nodes. Both cap the channels, which
-only NCCL's own collectives use, at one, and connect when they must (NCCL's default, ``NCCL_RUNTIME_CONNECT``). Memory
-is registered with both.
+to every rank. Those of the ranks of each rail have them, and with them the puts between nodes. All cap the channels,
+which only NCCL's own collectives use, at one, and connect when they must (NCCL's default, ``NCCL_RUNTIME_CONNECT``).
+
+What one communicator is given happens in that order, on whichever streams it is: NCCL lets every operation wait for
+the one before it, and a wait for a peer holds up all that comes later. So kinds of collectives that must not wait for
+each other have rails of their own.
 
 The library is the one that the process has already (torch's); a second copy is never loaded.
 """
@@ -41,7 +44,7 @@ def missing_nccl() -> str | None:
 class NcclArena:
     """Device memory of the same size on every rank, whose addresses peers know.
 
-    For puts it is registered with the rail as well (``NcclRail.register``), and with nothing twice.
+    For puts it is registered with a rail as well (``NcclRail.register``), and with nothing twice.
 
     Args:
         memory: this rank's.
@@ -98,7 +101,10 @@ class NcclDomains:
     ) -> None:
         self.rank, self.topology, self.device, self.timeout_s = rank, topology, device, timeout_s
         self._exchange = exchange
+        self._limits = contexts, signals
         self._windows: list[nccl.Window] = []
+        #: Communicators of this rank's rail, in the order in which they were made.
+        self.rails: list[nccl.Communicator] = []
         self._same(self._agree("finding NCCL", missing_nccl(), _version()), "has NCCL {}")
         # Every rank could make an id; that of rank 0 is taken.
         ids = self._try("naming the communicator", nccl.unique_id, lambda i: base64.b64encode(i).decode())[1]
@@ -107,12 +113,21 @@ class NcclDomains:
             "connecting all ranks through NCCL",
             lambda: nccl.Communicator.join(device, id_, topology.ranks, rank, 0, 1, _CHANNELS, multicast, timeout_s),
         )
-        self.rail, _ = self._try(
-            "connecting the rails through NCCL",
-            lambda: self.main.split(
-                topology.local_of(rank), topology.node_of(rank), contexts, signals, _CHANNELS, timeout_s
-            ),
-        )
+
+    def add_rail(self) -> nccl.Rma:
+        """Connect the ranks of each rail for puts, beside what connects them already. Collective.
+
+        Raises:
+            TideArenaError: on every rank alike, if one has no host RMA or could not connect in time.
+        """
+        place, node = self.topology.local_of(self.rank), self.topology.node_of(self.rank)
+
+        def connect() -> nccl.Rma:
+            comm = self.main.split(place, node, *self._limits, _CHANNELS, self.timeout_s)
+            self.rails.append(comm)
+            return nccl.Rma(comm, self.timeout_s)
+
+        return self._try("connecting the rails through NCCL", connect)[0]
 
     def arena(self, nbytes: int) -> NcclArena:
         """Allocate ``nbytes`` on every rank and register them with the communicator of all. Collective.
@@ -137,7 +152,7 @@ class NcclDomains:
 
     def abort(self) -> None:
         """End NCCL's part on this rank at once; for a job that stops. From any thread; bounded in time."""
-        for comm in (self.rail, self.main):
+        for comm in (*self.rails, self.main):
             comm.abort()
 
     def close(self) -> None:
@@ -145,7 +160,7 @@ class NcclDomains:
         try:
             for window in reversed(self._windows):
                 window.close(self.timeout_s)
-            for comm in (self.rail, self.main):
+            for comm in (*self.rails, self.main):
                 comm.close(self.timeout_s)
         except (OSError, RuntimeError):  # a peer has gone: nothing is lost that was not lost before
             self.abort()

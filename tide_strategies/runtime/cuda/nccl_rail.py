@@ -2,7 +2,11 @@
 
 Counters of schedules are signals of NCCL: a put or a notification adds one to the peer's signal of that number, and
 taking waits until so many more have come. Puts to one peer for one counter are ordered, and so are their signals;
-counters share NCCL's contexts in turn, and nothing is ordered between contexts.
+counters share NCCL's contexts in turn, and nothing is promised between contexts.
+
+All-gathers and reductions have a communicator each, since NCCL makes what a communicator is given happen in that order.
+So whatever the streams, nothing may be given that needs what is given later: schedules say in which order to give it
+(``Schedule.issue``).
 
 Nothing here waits for a peer on the host. A stream that waits in vain cannot be released from here (NCCL knows no such
 call): that is found by :meth:`NcclRail.check` or by whoever waits for what the stream does next, and when this rank
@@ -20,13 +24,41 @@ from typing import Any
 from tide_strategies._native import cuda, nccl
 from tide_strategies.collectives.schedule import Space
 from tide_strategies.errors import TidePeerError, TideTimeoutError
+from tide_strategies.runtime.bootstrap import Exchange
+from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda.nccl_domains import NcclDomains
+from tide_strategies.topology import Topology
 
 _STOP = "All ranks stop rather than go on with incomplete data."
 #: After :meth:`NcclRail.stop`, how long the program has to end by itself while a stream is still blocked.
 LAST_RESORT_S = 60.0
 #: Exit code of a process that is ended for that (EX_SOFTWARE).
 EXIT_CODE = 70
+#: Memory that reductions put from and into; whatever else there is is of all-gathers.
+_REDUCING = frozenset({Space.OUTBOX, Space.INBOX, Space.SPARE})
+
+
+def connect_rail(
+    exchange: Exchange,
+    rank: int,
+    topology: Topology,
+    device: int,
+    timeout_s: float,
+    book: CallBook,
+    *,
+    multicast: bool = True,
+) -> NcclRail:
+    """The rail of an engine whose counters are those of ``book``. Collective; arguments as of ``NcclDomains``.
+
+    Raises:
+        TideArenaError: on every rank alike, with code TIDE-F029, if NCCL cannot connect them.
+    """
+    domains = NcclDomains(exchange, rank, topology, device, timeout_s, signals=book.counters, multicast=multicast)
+    try:
+        return NcclRail(domains, book.counter_name, book.reduces)
+    except BaseException:
+        domains.abort()
+        raise
 
 
 class NcclRail:
@@ -35,18 +67,25 @@ class NcclRail:
     Args:
         domains: the communicators; with as many signals as there are counters.
         name: of a counter, for messages.
+        reduces: whether a counter is of reductions.
 
     Raises:
-        RuntimeError: NCCL has no host RMA between these ranks.
+        TideArenaError: on every rank alike, if NCCL has no host RMA between these ranks.
     """
 
-    def __init__(self, domains: NcclDomains, name: Callable[[int], str] = "counter {}".format) -> None:
+    def __init__(
+        self,
+        domains: NcclDomains,
+        name: Callable[[int], str] = "counter {}".format,
+        reduces: Callable[[int], bool] = lambda counter: False,
+    ) -> None:
         self.rank, self.timeout_s = domains.rank, domains.timeout_s
-        self._domains, self._name = domains, name
-        self._contexts = domains.rail.contexts
+        self._domains, self._name, self._reduces = domains, name, reduces
         self._places = {r: i for i, r in enumerate(domains.topology.rail_ranks(domains.rank))}
         self._ranks = {i: r for r, i in self._places.items()}
-        self._rma = nccl.Rma(domains.rail, domains.timeout_s)
+        #: Of all-gathers, and of reductions.
+        self._rmas = [domains.add_rail() for _ in range(2)]
+        self._contexts = domains.rails[0].contexts
         self._windows: dict[tuple[Space, int], nccl.Window] = {}
         self._stopped = False
 
@@ -56,7 +95,7 @@ class NcclRail:
         Raises:
             TideArenaError: on every rank alike, if NCCL cannot register it.
         """
-        self._windows[space, index] = self._domains.register(memory, self._domains.rail)
+        self._windows[space, index] = self._domains.register(memory, self._domains.rails[space in _REDUCING])
 
     def put(
         self, peer: int, source: int, nbytes: int, space: Space, index: int, offset: int, counter: int, stream: int
@@ -74,7 +113,7 @@ class NcclRail:
             raise ValueError(f"{space.value} {index} is not registered with the rail")
         self._do(
             f"put {nbytes} bytes to rank {peer}",
-            lambda: self._rma.put(
+            lambda: self._of(counter).put(
                 place, source, nbytes, origin, target, offset, counter, counter % self._contexts, stream
             ),
         )
@@ -85,7 +124,9 @@ class NcclRail:
         Raises like :meth:`put`.
         """
         place = self._place(peer)
-        self._do(f"signal rank {peer}", lambda: self._rma.signal(place, counter, counter % self._contexts, stream))
+        self._do(
+            f"signal rank {peer}", lambda: self._of(counter).signal(place, counter, counter % self._contexts, stream)
+        )
 
     def take(self, writer: int, counter: int, count: int, stream: int) -> None:
         """Let the stream go on when ``count`` signals have come beyond those that were taken before.
@@ -93,7 +134,7 @@ class NcclRail:
         Raises like :meth:`put`.
         """
         signals = [(self._place(writer), count, counter, counter % self._contexts)]
-        self._do(f"wait for rank {writer}", lambda: self._rma.wait(signals, counter, stream))
+        self._do(f"wait for rank {writer}", lambda: self._of(counter).wait(signals, counter, stream))
 
     def check(self) -> None:
         """Raise if a stream has been blocked in :meth:`take` for longer than ``timeout_s``.
@@ -103,7 +144,7 @@ class NcclRail:
         Raises:
             TideTimeoutError: naming what is awaited, and of whom.
         """
-        for wait in self._rma.overdue(self.timeout_s):
+        for wait in (w for rma in self._rmas for w in rma.overdue(self.timeout_s)):
             raise TideTimeoutError(
                 f"TIDE: no progress within timeout_s={self.timeout_s:g}: rank {self.rank} awaits {self._words(wait)} "
                 "on the rail. If that rank only needs longer (a slow data loader, a checkpoint), raise timeout_s. "
@@ -129,12 +170,19 @@ class NcclRail:
         if not self._stopped:
             self._domains.close()
 
+    def outstanding(self) -> int:
+        """How many times a stream has yet to get through :meth:`take`."""
+        return sum(rma.outstanding() for rma in self._rmas)
+
     def _end(self) -> None:
-        if self._rma.outstanding():
+        if self.outstanding():
             words = f"TIDE: rank {self.rank} has stopped, and its GPU still waits for a peer: the process is ended."
             sys.stderr.write(words + "\n")
             sys.stderr.flush()
             os._exit(EXIT_CODE)
+
+    def _of(self, counter: int) -> nccl.Rma:
+        return self._rmas[self._reduces(counter)]
 
     def _place(self, peer: int) -> int:
         if peer not in self._places:

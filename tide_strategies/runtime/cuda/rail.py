@@ -15,16 +15,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from tide_strategies._native import cuda
 from tide_strategies.collectives.schedule import NODE, Await, Counter, Notify, Op, Put, Ref, Schedule, Space
 from tide_strategies.runtime.cuda.fit import counted
 from tide_strategies.runtime.encode import Encoded, Taken, encode
 
 #: Stream of a cut schedule: stores what has been taken.
 INTAKE = "intake"
+#: Memory that puts read or write.
+RAILED = frozenset({Space.STAGE, Space.OUTBOX, Space.INBOX})
 
 
 class DeviceRail(Protocol):
-    """Enqueues on CUDA streams, given by handle. Nothing here waits on the host for a peer."""
+    """Enqueues on CUDA streams, given by handle. Only the setting up waits on the host for a peer."""
+
+    def register(self, space: Space, index: int, memory: cuda.Mapping) -> None:
+        """Let memory of a schedule be put from and into. Collective; the same on all ranks, with equal sizes."""
 
     def put(
         self, peer: int, source: int, nbytes: int, space: Space, index: int, offset: int, counter: int, stream: int

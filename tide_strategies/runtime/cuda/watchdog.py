@@ -59,7 +59,7 @@ class Watchdog:
         self._failure: Failure | None = None
         self._closing = threading.Event()
         self._main = threading.main_thread().ident
-        self._peers = {r: _process_fd(pid) for r, pid in enumerate(host.host_pids) if r != rank}
+        self._peers = {r: _process_fd(host.host_pids[r]) for r in host.host if r != rank}
         # Some calls into the driver hold the interpreter's lock while they wait for room in a queue.
         control.release_after(timeout_s + _STARVED_S)
         self._thread = threading.Thread(target=self._run, name="tide-watchdog", daemon=True)
