@@ -81,6 +81,7 @@ def finish(programs: list[Program], timeout: float = 90.0) -> list[tuple[int, st
         return [p.end(max(1.0, deadline - time.monotonic())) for p in programs]
     finally:
         for p in programs:
+            p.kill()  # nobody is left if this was interrupted
             p.log.unlink(missing_ok=True)
 
 
