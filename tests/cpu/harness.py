@@ -38,12 +38,13 @@ class RankResult:
 #: What every rank needs and what starts no threads.
 _PRELOAD = [
     "torch",
-    "torch._dynamo",  # the first forward of FSDP2 imports it
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "pytest",
 ]
+#: What the first forward of FSDP2 imports. Not where there are GPUs: it may look at them, and then no fork could.
+_PRELOAD_WITHOUT_GPU = ["torch._dynamo"]
 #: Keeps ranks' memory apart: forked alike, they would map the same things at the same addresses, and one that used its
 #: own address for another's memory would be right by luck.
 _APART_BYTES = 64 * 1024 * 1024
@@ -52,8 +53,10 @@ _apart: list[mmap.mmap] = []
 
 def forking() -> Any:
     """The multiprocessing context whose processes are forked from the server."""
+    import torch
+
     ctx = mp.get_context("forkserver")
-    ctx.set_forkserver_preload(_PRELOAD)
+    ctx.set_forkserver_preload(_PRELOAD + ([] if torch.cuda.is_available() else _PRELOAD_WITHOUT_GPU))
     return ctx
 
 
