@@ -96,7 +96,7 @@ class CudaGroup:
     log: list[str] = []  # noqa: RUF012 - one log of the process
 
     def __init__(self, engine, name, layout, home, chunk_bytes, kernels, sum_ctas):
-        self.name, self.layout, self._next = name, layout, "occupy"
+        self.name, self.layout, self._next, self._casts = name, layout, "occupy", False
         window = types.SimpleNamespace(tensor=lambda at, n, dtype: torch.zeros(n, dtype=getattr(torch, dtype)))
         self.landing = types.SimpleNamespace(window=window)
 
@@ -104,7 +104,11 @@ class CudaGroup:
         self._step("occupy", "open")
         return object()
 
-    def open(self, slot, stream):
+    def prepare_casts(self):
+        self._casts = True
+
+    def open(self, slot, stream, shards=()):
+        assert not shards or (self._casts and len(shards) == len(self.layout.params))
         self._step("open", "send", stream)
 
     def send(self, stream):

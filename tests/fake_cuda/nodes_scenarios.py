@@ -13,6 +13,7 @@ from ranks import launch, values
 from stage import AWAIT, COPY, NOTIFY, RAW, array, calls, fake, memory, play, program, scenario, until
 
 from tide_strategies._native import cuda
+from tide_strategies.collectives.plan import BasePlan
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.errors import TidePeerError, TideTimeoutError
 from tide_strategies.kernels.tiles import pointer_count
@@ -106,6 +107,9 @@ class MessageRail:
     def take(self, writer, counter, count, stream):
         wait_for = program([[AWAIT, 0, writer, count]], n_counters=1, advance=[(0, writer, count)])
         self._run(wait_for, [], [counter], stream)
+
+    def check(self):
+        assert not self.control.overdue(60.0)
 
     def stop(self):
         self.control.release()
@@ -255,14 +259,24 @@ def _values(rng, ranks):
     ]
 
 
-def check_collectives(rank, exchange, shape, out_item, slot_reuse, chunk_bytes, connect=None, **more):
+def check_collectives(
+    rank, exchange, shape, out_item, slot_reuse, chunk_bytes, connect=None, plan=None, multicast=False
+):
     """Run and check all-gathers and reductions on one rank; how many kernels the device has launched."""
     topology = Topology(*shape)
     n = topology.ranks
     full, grads = _values(np.random.default_rng(1), n), _values(np.random.default_rng(100 + rank), n)
     device = rank % 2
     here = Rank(
-        rank, exchange, topology, device, chunk_bytes=chunk_bytes, slot_reuse=slot_reuse, connect=connect, **more
+        rank,
+        exchange,
+        topology,
+        device,
+        chunk_bytes=chunk_bytes,
+        slot_reuse=slot_reuse,
+        connect=connect,
+        plan=plan,
+        multicast=multicast,
     )
     outputs = [[memory(x.output_items * 4, device) for _ in range(TURNS)] for x in layouts(n)]
     for turn in range(TURNS):
@@ -291,8 +305,9 @@ def check_collectives(rank, exchange, shape, out_item, slot_reuse, chunk_bytes, 
 
 
 def _check(cases, connect=None):
-    for shape, out_item, slot_reuse, chunk in cases:
-        found = values(launch(shape[0] * shape[1], check_collectives, shape, out_item, slot_reuse, chunk, connect))
+    for shape, *how in cases:
+        plan = how.pop() if isinstance(how[-1], BasePlan) else None
+        found = values(launch(shape[0] * shape[1], check_collectives, shape, *how, connect, plan))
         assert all(launches > 0 for launches in found)
 
 
@@ -305,7 +320,7 @@ def collectives_on_every_topology():
             ((2, 2), Item.BF16, True, 64),
             ((4, 1), Item.F32, True, 64),
             ((4, 1), Item.BF16, False, 4096),
-            ((3, 2), Item.F32, True, 96),
+            ((3, 2), Item.F32, True, 96, BasePlan(3, 2, 2, 1, True, 2)),  # two passes, one transfer a round
             ((1, 3), Item.F32, False, 512),
         ]
     )

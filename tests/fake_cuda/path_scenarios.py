@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from nodes_scenarios import FakeKernels, bf16
+from nodes_scenarios import FakeKernels, MessageRail, bf16
 from ranks import launch, values
 from stage import COPY, MIB, RAW, array, fake, memory, play, program, raises, scenario, until
 
@@ -21,6 +21,7 @@ from tide_strategies._native import cuda
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.fsdp2.cuda_path import CudaLanding, CudaPath, CudaStreams
 from tide_strategies.layout import GroupLayout, ParamShape
+from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda.engine import CudaEngine
 from tide_strategies.runtime.cuda.group import CudaGroup, needed_device_memory
 from tide_strategies.runtime.slots import SlotRing
@@ -127,14 +128,18 @@ class Torch:
 class Trainer:
     """One rank: groups, what FSDP2 does with them in a step, and what it found in the landings."""
 
-    def __init__(self, rank, exchange, topology, slot_reuse, masters=None):
+    def __init__(self, rank, exchange, topology, slot_reuse, masters=None, connect=None):
         self.rank, self.n, device = rank, topology.ranks, rank % 2
         Torch.install(device)
         self.pool, self.end = memory(4 * MIB, device), 0
         self.dtype = torch.bfloat16 if masters is None else torch.float32
         self.layout = GroupLayout(tuple(ParamShape(*s, 2) for s in SHAPES), self.n)
         needed = needed_device_memory([self.layout], topology, rank, CHUNK, slot_reuse)
-        self.engine = CudaEngine(exchange, rank, topology, device, slots=3, memory=needed, timeout_s=10.0)
+        rail = None if connect is None else connect(exchange, rank, topology, device, 10.0, CallBook(topology, 3))
+        common = {"slots": 3, "memory": needed, "timeout_s": 10.0, "rail": rail}
+        self.engine = CudaEngine(exchange, rank, topology, device, **common)
+        if rail is not None:
+            rail.reach(self.engine)
         ring = SlotRing(lambda: self.engine.add_slot(self.layout.landing_bytes, "ring"), 2)
         streams, self.paths, self.landings = CudaStreams(Torch.device), [], []
         for i in range(GROUPS):
@@ -254,8 +259,8 @@ def gradients(i, step, rank):
     return [rng.integers(-8, 9, s).astype(np.float64) for s in SHAPES]
 
 
-def _steps(rank, exchange, shape, slot_reuse, masters=None):
-    trainer = Trainer(rank, exchange, Topology(*shape), slot_reuse, masters)
+def _steps(rank, exchange, shape, slot_reuse, masters=None, connect=None):
+    trainer = Trainer(rank, exchange, Topology(*shape), slot_reuse, masters, connect)
     for step in range(STEPS):  # the host never waits
         trainer.train(step)
     trainer.check()
@@ -264,8 +269,8 @@ def _steps(rank, exchange, shape, slot_reuse, masters=None):
 
 
 def _check(cases):
-    for shape, slot_reuse in cases:
-        assert set(values(launch(shape[0] * shape[1], _steps, shape, slot_reuse))) == {GROUPS * STEPS}
+    for shape, *how in cases:
+        assert set(values(launch(shape[0] * shape[1], _steps, shape, *how))) == {GROUPS * STEPS}
 
 
 @scenario
@@ -321,8 +326,9 @@ def nothing_is_left_out_for_being_on_the_default_stream():
 
 @scenario
 def steps_on_one_hardware_queue():
+    """With a rail as well: NCCL, too, lets what it is given happen in that order."""
     os.environ["FAKE_CUDA_CONNECTIONS"] = "1"
-    _check([((1, 2), False), ((2, 2), False)])
+    _check([((1, 2), False), ((2, 2), False, None, MessageRail)])
 
 
 @scenario

@@ -18,16 +18,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fake_cuda"))
 for switch in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"):
     os.environ.pop(switch, None)
 
-from nodes_scenarios import SIZES, Rank, check_collectives  # noqa: E402
 from ranks import threads  # noqa: E402
-from stage import MIB, array, fake, memory, play, raises, scenario, until  # noqa: E402
+from stage import MIB, array, fake, play, raises, scenario, until  # noqa: E402
 
 from tide_strategies._native import cuda, nccl  # noqa: E402
-from tide_strategies.collectives.schedule import Item, Space  # noqa: E402
+from tide_strategies.collectives.schedule import Space  # noqa: E402
 from tide_strategies.errors import TideArenaError, TidePeerError, TideTimeoutError  # noqa: E402
 from tide_strategies.runtime.cuda import nccl_rail  # noqa: E402
 from tide_strategies.runtime.cuda.nccl_domains import NcclDomains, missing_nccl  # noqa: E402
-from tide_strategies.runtime.cuda.nccl_rail import NcclRail, connect_rail  # noqa: E402
+from tide_strategies.runtime.cuda.nccl_rail import NcclRail  # noqa: E402
 from tide_strategies.topology import Topology  # noqa: E402
 
 SIGNALS = 6
@@ -384,48 +383,6 @@ def a_rank_that_stops_with_a_blocked_stream_ends():
     made[0][2].close()
     assert library.fake_nccl_calls(b"ncclCommAbort") == 6
     time.sleep(20)
-
-
-@scenario
-def collectives_of_nodes_run_over_it():
-    """All-gathers land every shard, reductions give the bytes of the CPU's executor, and in the end nothing is left."""
-    library = load()
-    for shape, out_item, slot_reuse, chunk in [((2, 1), Item.F32, False, 4096), ((2, 2), Item.BF16, True, 64)]:
-
-        def work(exchange, rank, *case):
-            return check_collectives(rank, exchange, *case, connect=connect_rail)
-
-        case = shape, out_item, slot_reuse, chunk
-        found = threads(shape[0] * shape[1], lambda e, r, c=case: work(e, r, *c), timeout_s=60.0)
-        assert not any(isinstance(f, Exception) for f in found), found
-        assert library.fake_nccl_calls(b"ncclPutSignal") > 0
-        assert library.fake_nccl_open() == 0
-
-
-@scenario
-def a_rank_that_never_comes_ends_the_others():
-    """What the device awaits has its bound with a rail, too, and with it NCCL's part ends on every rank."""
-    library = load()
-
-    def work(exchange, rank):
-        here = Rank(rank, exchange, Topology(2, 1), rank, chunk_bytes=256, timeout_s=1.0, connect=connect_rail)
-        here.engine.watchdog._main = 0  # the error rises where a call begins, and nowhere else
-        group = here.groups[0]
-        if rank == 0:
-            output = memory(group.layout.output_items * 4)
-            here.reduce(group, [np.ones(s, np.uint16) for s in SIZES], output, Item.F32, 1.0)
-        until(lambda: here.engine.watchdog._failure is not None, 20)
-        until(lambda: here.rail._domains.main.closed)
-        return here.engine.watchdog._failure
-
-    waited, told = threads(2, work)
-    assert isinstance(waited, TideTimeoutError), waited
-    assert "reduce-scatter of 'group 0'" in str(waited)
-    assert "awaits counter arrived[0] of rank 1" in str(waited)
-    assert isinstance(told, TidePeerError), told
-    assert "rank 0 stopped first" in str(told)
-    assert library.fake_nccl_calls(b"ncclCommAbort") == 6
-    os._exit(0)  # a stream is blocked for good, as NCCL has it
 
 
 @scenario

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import launch
+from harness import launch, launch_raw
 from models import BF16, Case, build, full_parameters, train
 from test_fsdp2_gpu import SLOT_REUSE, deterministic
 
@@ -203,16 +203,17 @@ TRAINED = [
 ]
 
 
-def _train(rank: int, world: int, cases: list[Case]) -> dict[str, dict[str, Any]]:
+def _train(rank: int, world: int, arg: tuple[str, int, list[Case]]) -> dict[str, dict[str, Any]]:
     """By case: whether losses and parameters are the same to the bit over both rails, and what each report says."""
-    torch.cuda.set_device(rank)
+    topology, ranks_a_card, cases = arg
+    torch.cuda.set_device(rank // ranks_a_card)
     deterministic()
     out: dict[str, dict[str, Any]] = {}
     for case in cases:
         results, placed = [], []
         for rail in ("auto", "nccl_rma"):
             model = build(case, world, device="cuda")
-            options = {"timeout_s": 30, "strict": True, "topology": "2x1", "rail": rail, **case.config}
+            options = {"timeout_s": 30, "strict": True, "topology": topology, "rail": rail, **case.config}
             handle = apply_tide(model, options)
             losses = train(model, case, rank)
             groups = handle.report().groups
@@ -229,7 +230,7 @@ def _train(rank: int, world: int, cases: list[Case]) -> dict[str, dict[str, Any]
 @pytest.fixture(scope="module")
 def trained(found: list[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
     """After the tests of the rail itself: without it there is nothing to train over."""
-    return launch(2, _train, TRAINED, timeout=300, backend="cpu:gloo,cuda:nccl")
+    return launch(2, _train, ("2x1", 1, TRAINED), timeout=300, backend="cpu:gloo,cuda:nccl")
 
 
 @pytest.mark.parametrize("name", [c.name for c in TRAINED])
@@ -238,3 +239,18 @@ def test_training_over_nccls_rail_keeps_every_bit(trained, name: str) -> None:
         assert rank[name]["placed"] == [{("tide", "2x1", "local")}, {("tide", "2x1", "nccl_rma")}]
         assert rank[name]["losses"] > 0
         assert rank[name]["equal"]
+
+
+@pytest.mark.parametrize("topology", ["2x2", "4x1"])
+def test_several_ranks_a_card_train_over_it_too(found, topology: str) -> None:
+    with mock.patch.dict(os.environ, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}):
+        results = launch_raw(4, _train, (topology, 2, TRAINED[1:3]), timeout=200, backend="cpu:gloo,cuda:gloo")
+    words = [str(r.error) for r in results]
+    if all(r.error_type == "TideFallbackError" and "TIDE-F029" in w for r, w in zip(results, words, strict=True)):
+        pytest.skip(f"this NCCL does not connect several ranks of a card: {words[0].splitlines()[-1]}")
+    assert [r.error for r in results] == [None] * 4
+    for found_by_rank in (r.value for r in results):
+        for case in TRAINED[1:3]:
+            one = found_by_rank[case.name]
+            assert one["placed"] == [{("tide", topology, "local")}, {("tide", topology, "nccl_rma")}]
+            assert one["equal"]

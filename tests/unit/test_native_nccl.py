@@ -16,7 +16,7 @@ from tide_strategies.runtime.cuda.nccl_rail import EXIT_CODE
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
-SCENARIOS_FILE = TESTS / "fake_nccl" / "scenarios.py"
+FILES = [TESTS / "fake_nccl" / name for name in ("scenarios.py", "engine_scenarios.py")]
 #: Those that need a library of their own.
 SPECIAL = {
     "two_copies_are_refused",
@@ -24,16 +24,17 @@ SPECIAL = {
     "an_old_library_is_told_from_a_maimed_one",
     "a_rank_that_stops_with_a_blocked_stream_ends",
 }
-SCENARIOS = [
-    node.name
-    for node in ast.parse(SCENARIOS_FILE.read_text()).body
+SCENARIOS = {
+    node.name: file
+    for file in FILES
+    for node in ast.parse(file.read_text()).body
     if isinstance(node, ast.FunctionDef) and any(ast.unparse(d) == "scenario" for d in node.decorator_list)
-]
+}
 
 
 def run(name: str, driver: Path, library: Path, code: int = 0, **env: str) -> str:
     env = {**os.environ, "TIDE_LIBCUDA": str(driver), "TIDE_FAKE_NCCL": str(library), **env}
-    done = subprocess.run([sys.executable, SCENARIOS_FILE, name], capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run([sys.executable, SCENARIOS[name], name], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stderr
 

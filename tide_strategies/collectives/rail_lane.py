@@ -35,6 +35,11 @@ from tide_strategies.topology import Topology
 WAVE_WIDTH = 8
 
 
+def one_wave(topology: Topology) -> bool:
+    """Whether it is a lane whose reductions add all contributions at once."""
+    return topology.lane and topology.nodes <= WAVE_WIDTH
+
+
 def all_gather_lane(layout: GroupLayout, topology: Topology, rank: int, shard_items: Sequence[Item]) -> Schedule:
     """Build rank's schedule of the all-gather of a group with one rank a node; operands as in ``all_gather``.
 

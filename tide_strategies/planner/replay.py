@@ -299,6 +299,9 @@ class _Replay:
     def _parts(self, rank: int, call: Call, ops: Sequence[Op]) -> list[tuple[float, Uses, Action]]:
         """Flows of a batch: (bytes, resources, what to do at its end)."""
         first = ops[0]
+        if isinstance(first, Copy) and self._by_kernel(rank, ops):
+            moved = sum(op.items * (op.src_item.size + op.dst_item.size) for op in ops if isinstance(op, Copy))
+            return [(moved, {("sum", rank): 1.0, self._memory(rank): 1.0}, _nothing)]
         if isinstance(first, Copy):
             to: dict[tuple[int, int], float] = {}
             for op in ops:
@@ -329,6 +332,14 @@ class _Replay:
         if isinstance(first, Land):
             return [(total, {("land", rank): 1.0, **self._landing_traffic(rank, ops)}, _nothing)]
         return [(total, {("local", rank): 1.0, memory: 1.0}, _nothing)]
+
+    def _by_kernel(self, rank: int, ops: Sequence[Op]) -> bool:
+        """Whether a GPU casts here: its kernel has the thread blocks of a sum."""
+        casts = (
+            isinstance(op, Copy) and op.src_item is not op.dst_item and op.src.at == SELF and op.dst.at in (SELF, rank)
+            for op in ops
+        )
+        return not self.machine.one_memory and all(casts)
 
     def _landing_traffic(self, rank: int, ops: Sequence[Op]) -> dict[Resource, float]:
         """Memory traffic per byte landed: one written here, and what is read of each rank's inbox, dearer from afar."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tide_strategies.collectives.rail_lane import WAVE_WIDTH
+from tide_strategies.collectives.rail_lane import one_wave
 from tide_strategies.errors import TideArenaError
 from tide_strategies.runtime.bootstrap import apart, check_one_host
 from tide_strategies.topology import Topology
@@ -124,7 +124,7 @@ def place_devices(identities: Sequence[dict[str, Any]], stated: Topology | None,
     topology = stated or found_topology(identities)
     if topology.nodes == 1:
         return Placement(topology, "none", "GPU ranks of a group are one node")
-    nodes, lanes = "topology as stated" if stated else f"{hosts} hosts found", topology.nodes <= WAVE_WIDTH
+    nodes, lanes = "topology as stated" if stated else f"{hosts} hosts found", one_wave(topology)
     if rail == "p2p":
         raise TideArenaError("rail: p2p connects CPU ranks, and these are GPU ranks", "TIDE-F028")
     if hosts == 1 and rail in ("auto", "local"):
@@ -136,8 +136,12 @@ def place_devices(identities: Sequence[dict[str, Any]], stated: Topology | None,
             raise TideArenaError(str(e), "TIDE-F023") from e
     for first in range(0, topology.ranks, topology.local_ranks):
         check_one_host(everyone[first : first + topology.local_ranks], first)
-    without = [f"rank {r}: {i['nccl']}" for r, i in enumerate(identities) if i.get("nccl") is not None]
+    without: dict[str, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        if identity.get("nccl") is not None:
+            without.setdefault(identity["nccl"], []).append(rank)
     if without:
-        raise TideArenaError("; ".join(without), "TIDE-F029")
+        told = [f"rank {r[0]}{f' (and {len(r) - 1} more)' if r[1:] else ''}: {why}" for why, r in without.items()]
+        raise TideArenaError(f"{nodes}, and {'; '.join(told)}", "TIDE-F029")
     asked = ", puts through NCCL are asked for" if rail == "nccl_rma" else ""
     return Placement(topology, "nccl_rma", nodes + asked, lanes, host_ranks=0 if hosts == 1 else topology.local_ranks)

@@ -105,8 +105,7 @@ class CudaEngine:
                 self.rail.register(*key, self.own(*key))
         self._exchange(b"ready")  # no rank may write into counters that their owner is still clearing
         cuda.be_patient(self.timeout_s + _BEYOND_TIMEOUT_S)
-        stop = (lambda: None) if self.rail is None else self.rail.stop
-        self.watchdog = Watchdog(self.control, self.host, self.book, rank, self.timeout_s, stop)
+        self.watchdog = Watchdog(self.control, self.host, self.book, rank, self.timeout_s, self.rail)
 
     def add_slot(self, nbytes: int, part: str) -> DeviceSlot:
         """Make a landing slot of ``nbytes`` on every rank, counted as ``part``."""
@@ -163,7 +162,7 @@ class CudaEngine:
         """
         if self.trace is not None:
             self.trace.close()
-        if self.rail is not None:
+        if self.rail is not None and not self.watchdog.stopped:
             cuda.settle(self.device, self.timeout_s)
         self.watchdog.close()
         if self.rail is not None:

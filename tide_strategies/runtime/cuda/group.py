@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from tide_strategies.collectives.all_gather import all_gather, reuse
 from tide_strategies.collectives.all_gather_nodes import all_gather_nodes, slot_offsets
 from tide_strategies.collectives.plan import BasePlan
-from tide_strategies.collectives.rail_lane import WAVE_WIDTH
+from tide_strategies.collectives.rail_lane import one_wave
 from tide_strategies.collectives.reduce_scatter import BANKS, reduce_scatter
 from tide_strategies.collectives.schedule import Item, Schedule, Space
 from tide_strategies.collectives.two_level import default_plan
@@ -77,18 +77,13 @@ def _all_gather_schedule(layout: GroupLayout, topology: Topology, rank: int, mul
 
 
 def _plan(topology: Topology, slot_reuse: bool, stated: BasePlan | None) -> BasePlan | None:
-    """Of reductions across nodes, but for those of a lane; all calls of an engine have the same but for the mode."""
-    if topology.nodes == 1 or reduces_as_lane(topology):
+    """Of reductions across nodes, but for lanes; all calls of an engine have the same but for the mode.
+
+    Lanes of several waves are no lanes here: the summing kernel does not add to what an earlier wave has left.
+    """
+    if topology.nodes == 1 or one_wave(topology):
         return None
     return replace(stated or default_plan(topology), slot_reuse=slot_reuse)
-
-
-def reduces_as_lane(topology: Topology) -> bool:
-    """Whether reductions are those of a rail lane (``collectives/rail_lane.py``): one rank a node, and few nodes.
-
-    The summing kernel adds contributions of one wave, and not to what an earlier wave has left.
-    """
-    return topology.lane and topology.nodes <= WAVE_WIDTH
 
 
 def _reuse_schedule(topology: Topology, rank: int) -> Schedule:
@@ -197,10 +192,9 @@ class CudaGroup(LandingGroup):
         return slot
 
     def prepare_casts(self) -> None:
-        """Let a kernel of ours cast fp32 shards to bf16, which then is part of :meth:`send`: its few thread blocks, as
-        many as a sum has, leave most of the device to the computation beside it.
+        """Let a kernel of ours cast fp32 shards to bf16, which then is part of :meth:`send`.
 
-        Only if shards are not :attr:`staged`; otherwise the caller goes on casting.
+        It has twice the thread blocks of a sum: those keep pace with links, a cast with memory. Only if shards are not :attr:`staged`; otherwise the caller goes on casting.
         """
         if self.staged:
             return
@@ -210,7 +204,7 @@ class CudaGroup(LandingGroup):
         self._cast_aligned = self._aligned(range(len(shards)), ()) and sums_aligned(casts_by_kernel(schedule), False)
         if collective.program.sum_kinds:  # this rank has something of them
             kernel = self._kernels.sum(0, len(shards), Item.F32, Item.BF16, self._cast_aligned)
-            self._set_kernel(collective, 0, kernel, self._ctas[False])
+            self._set_kernel(collective, 0, kernel, 2 * self._ctas[False])
             self._cast_kernels = (kernel,)
         self._casting = collective
 

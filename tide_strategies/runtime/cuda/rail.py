@@ -46,6 +46,9 @@ class DeviceRail(Protocol):
     def take(self, writer: int, counter: int, count: int, stream: int) -> None:
         """Let the stream go on when ``count`` signals have come beyond those that were taken before."""
 
+    def check(self) -> None:
+        """Raise a TideTimeoutError if a stream has been blocked in :meth:`take` for too long. Called now and then."""
+
     def stop(self) -> None:
         """Hold nothing up any more, whatever the peers do: this rank stops. From the watchdog's thread; bounded."""
 

@@ -13,7 +13,6 @@ import os
 import select
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from tide_strategies._native import cuda
@@ -21,6 +20,7 @@ from tide_strategies.errors import TideMismatchError, TidePeerError, TideTimeout
 from tide_strategies.runtime import autopsy
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
+from tide_strategies.runtime.cuda.rail import DeviceRail
 
 _POLL_S = 0.1
 #: A wait shorter than this is not worth asking whether its peer lives.
@@ -42,7 +42,7 @@ class Watchdog:
         book: names for counters and calls.
         rank: this rank.
         timeout_s: how long a wait on the device may last.
-        on_stop: called when this rank stops.
+        rail: what may be blocked beside the waits of ``control``, and is told when this rank stops.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Watchdog:
         book: CallBook,
         rank: int,
         timeout_s: float,
-        on_stop: Callable[[], None] = lambda: None,
+        rail: DeviceRail | None = None,
     ) -> None:
-        self._control, self._host, self._book, self._on_stop = control, host, book, on_stop
+        self._control, self._host, self._book, self._rail = control, host, book, rail
         self._rank, self._timeout_s = rank, timeout_s
         self._failure: Failure | None = None
         self._closing = threading.Event()
@@ -69,6 +69,11 @@ class Watchdog:
         """Raise what the watchdog found, if anything."""
         if self._failure is not None:
             raise self._failure
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has found something."""
+        return self._failure is not None
 
     def close(self) -> None:
         """Stop watching."""
@@ -110,6 +115,11 @@ class Watchdog:
                 f"TIDE: no progress within timeout_s={self._timeout_s:g}: {self._words(wait)}. If that rank only needs "
                 f"longer (a slow data loader, a checkpoint), raise timeout_s. {_STOP}"
             )
+        try:  # what is taken for later calls, no call waits for yet
+            if self._rail is not None:
+                self._rail.check()
+        except TideTimeoutError as e:
+            return e
         return None
 
     def _words(self, wait: dict[str, Any]) -> str:
@@ -129,7 +139,8 @@ class Watchdog:
         self._host.abort(_ABORT_FAILURE, str(failure))
         self._control.release()
         try:
-            self._on_stop()
+            if self._rail is not None:
+                self._rail.stop()
         except Exception as e:  # what follows matters more
             print(f"tide_strategies: the rail could not be stopped: {e}", file=sys.stderr, flush=True)
         print(f"tide_strategies: {failure}", file=sys.stderr, flush=True)
