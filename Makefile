@@ -17,12 +17,14 @@ VENV ?= .venv
 EXTRAS := lightning,accelerate,transformers,hydra,plots,dev
 PYTEST_ARGS ?=
 # Tests that bound times, or measure.
-TIMED := $(patsubst %,tests/cpu/test_%.py,arena autopsy bench bench_ranks exchange failures step_peak teardown)
+TIMED := $(patsubst %,tests/cpu/test_%.py,arena autopsy exchange failures step_peak teardown)
 
 BIN := $(VENV)/bin
 # Absolute, so that these are the environment's own whatever is active in the caller's shell.
 PY := $(abspath $(BIN))/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
+# Of the modules installed, few are ever imported; Python compiles those when they are.
+INSTALL := $(PIP) install --no-compile
 NATIVE := CMakeLists.txt $(wildcard csrc/*) $(wildcard cmake/*)
 
 # One stamp per step of the set-up: a step runs again only when what it depends on has changed. The name of torch's
@@ -39,7 +41,7 @@ GPU_PACKAGE := $(abspath build/gpu-package)
 BENCHMARKS ?= collectives step interference
 BENCH_OUTPUT := $(abspath bench_output)
 
-.PHONY: help setup demo test lint docs bench gpu-package test-gpu bench-gpu clean distclean
+.PHONY: help setup demo test test-all lint docs bench gpu-package test-gpu bench-gpu clean distclean
 
 help: ## Say what there is to make
 	@echo "Targets:"
@@ -60,7 +62,7 @@ $(STAMP_VENV):
 
 $(STAMP_TORCH): $(STAMP_VENV)
 	@echo "==> Installing $(TORCH) (a large download on a fresh machine)"
-	@$(PIP) install '$(TORCH)'
+	@$(INSTALL) '$(TORCH)'
 	@rm -f $(VENV)/.installed-torch* $(STAMP_PACKAGE)
 	@touch '$@'
 
@@ -68,21 +70,22 @@ $(STAMP_PACKAGE): $(STAMP_TORCH) pyproject.toml $(NATIVE)
 	@$(PY) -c 'import shutil, os, sys; sys.exit(not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))))' || { \
 	  echo "The native core needs a C++17 compiler, and none was found (c++, g++, clang++, or CXX=...)." >&2; exit 1; }
 	@echo "==> Building the native core and installing tide-strategies with its extras ($(EXTRAS))"
-	@$(PIP) install --editable '.[$(EXTRAS)]' '$(TORCH)'
+	@$(INSTALL) --editable '.[$(EXTRAS)]' '$(TORCH)'
 	@touch '$@'
 
 demo: setup ## Train a small GPT with stock FSDP2 and with TIDE; results in demo_output/
 	@echo "==> Running the demo"
 	@$(PY) -m tide_strategies.cli.demo --output demo_output
 
-test: lint ## Check style and types, then run all tests
+test: lint ## Check style and types, then run the tests
 	@echo "==> Running the tests"
-	@# Two at a time, but for those that bound times, or measure. Files with ranks stay together, for they share launches.
-	@# 5: PYTEST_ARGS chose none.
-	@$(PY) -m pytest -n 2 tests/unit tests/model $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
-	@$(PY) -m pytest -n 2 --dist loadfile --ignore tests/unit --ignore tests/model $(TIMED:%=--ignore %) tests \
-	  $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
+	@# Two files at a time, the slowest first; what bounds times, or measures, alone. 5: PYTEST_ARGS chose none.
+	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TIMED:%=--ignore %) tests $(PYTEST_ARGS) || \
+	  [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
 	@$(PY) -m pytest $(TIMED) $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
+
+test-all: PYTEST_ARGS += --all
+test-all: test ## The same with every case of what test shows for a part
 
 lint: setup ## Check style (ruff) and types (mypy)
 	@echo "==> Checking style and types"
@@ -98,7 +101,7 @@ docs: $(STAMP_DOCS) ## Build the documentation site into build/site; a broken li
 
 $(STAMP_DOCS): $(STAMP_PACKAGE)
 	@echo "==> Installing the tools of the documentation"
-	@$(PIP) install 'tide-strategies[docs]'
+	@$(INSTALL) 'tide-strategies[docs]'
 	@touch '$@'
 
 bench: setup ## Measure the collectives on the CPU

@@ -11,6 +11,7 @@ are otherwise as good as fresh: the environment is that of the caller now, and t
 
 from __future__ import annotations
 
+import gc
 import mmap
 import multiprocessing as mp
 import os
@@ -35,10 +36,40 @@ class RankResult:
 
 
 #: What every rank needs and what starts no threads.
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "pytest",
+]
+#: What the first forward of FSDP2 imports. Not where there are GPUs: it may look at them, and then no fork could.
+_PRELOAD_WITHOUT_GPU = ["torch._dynamo"]
 #: Keeps ranks' memory apart: forked alike, they would map the same things at the same addresses, and one that used its
 #: own address for another's memory would be right by luck.
 _APART_BYTES = 64 * 1024 * 1024
+_apart: list[mmap.mmap] = []
+
+
+def forking() -> Any:
+    """The multiprocessing context whose processes are forked from the server."""
+    import torch
+
+    ctx = mp.get_context("forkserver")
+    ctx.set_forkserver_preload(_PRELOAD + ([] if torch.cuda.is_available() else _PRELOAD_WITHOUT_GPU))
+    return ctx
+
+
+def become_rank(environment: dict[str, str], rank: int) -> None:
+    """In a process of the server: take over the caller's environment, with memory laid out as no other rank's."""
+    gc.freeze()  # what the server imported is there for good: no collection needs to look at it
+    _apart.append(mmap.mmap(-1, (rank + 1) * _APART_BYTES, prot=mmap.PROT_READ))
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+
+    torch.set_num_threads(1)  # the variable was read when the server started
 
 
 def _main(
@@ -51,17 +82,12 @@ def _main(
     pg_timeout: float,
     backend: str,
 ) -> None:
-    apart = mmap.mmap(-1, (rank + 1) * _APART_BYTES, prot=mmap.PROT_READ)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    become_rank({**environment, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}, rank)
     import datetime
 
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     try:
         if torch.cuda.is_available():
             torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -83,7 +109,6 @@ def _main(
     # (the product's own exits are tested through its doors, not through this harness).
     out.close()
     out.join_thread()
-    apart.close()
     os._exit(code)
 
 
@@ -98,8 +123,7 @@ def launch_raw(
     during: Callable[[list[int]], None] | None = None,
 ) -> list[RankResult]:
     """Run ``fn`` on ``world`` ranks; never raises for what a rank did. ``during`` gets the process ids once started."""
-    ctx = mp.get_context("forkserver")
-    ctx.set_forkserver_preload(_PRELOAD)
+    ctx = forking()
     out = ctx.Queue()
     results = [RankResult() for _ in range(world)]
     work = pickle.dumps((fn, arg))

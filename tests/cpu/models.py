@@ -64,7 +64,7 @@ class Case:
 
     name: str
     blocks: int = 4
-    steps: int = 4
+    steps: int = 3
     uneven: bool = False
     tied: bool = False
     unused: bool = False
@@ -93,6 +93,7 @@ class Case:
     poison: bool = False
     hook: bool = False
     edit: bool = False
+    fused: bool = True
     setters: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -155,7 +156,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 def train(model: nn.Module, case: Case, rank: int, seen: list[Any] | None = None) -> list[float]:
     """Train for the case's steps; returns the losses."""
     device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=case.fused)
     if case.hook:
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: seen.append(tuple(p.shape)) if seen is not None else None)

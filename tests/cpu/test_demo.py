@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from tide_strategies.cli.demo_model import GPT, Windows, library_text
 from tide_strategies.cli.demo_summary import compare, table
 
-pytest.importorskip("lightning")
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
 
 STEPS = 10  # the fewest that leave two timed steps
 

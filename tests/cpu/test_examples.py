@@ -1,51 +1,45 @@
-"""The examples for plain PyTorch, started as their own text says, only shorter."""
+"""The examples for plain PyTorch, only shorter: one started as its own text says, the others as programs.py does."""
 
 from __future__ import annotations
 
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from programs import finish, start
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("*.py"))
 TORCHRUN = ["plain_pytorch.py", "moe_experts.py", "dit_block.py"]
 
 
-def start(command: list[str], **rank: object) -> subprocess.Popen[str]:
-    drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TIDE_TOPOLOGY")
-    env = {k: v for k, v in os.environ.items() if k not in drop}
-    env |= {"OMP_NUM_THREADS": "1", **{k: str(v) for k, v in rank.items()}}
-    return subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+def launch(processes: int, example: str, *arguments: object) -> str:
+    """The output of an example's first rank, on that many CPU processes."""
+    ended = finish(start(processes, ROOT / "examples" / example, *arguments, cwd=ROOT), timeout=120)
+    for code, said in ended:
+        assert code == 0, said
+    return ended[0][1]
+
+
+def torchrun(processes: int, example: str, *arguments: object) -> str:
+    """The output of an example started as its own text says, on that many CPU processes."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes, f"examples/{example}"]
+    done = subprocess.run(
+        [sys.executable, *map(str, [*command, *arguments])],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
-
-
-def launch(processes: int, example: str, *arguments: object, torchrun: bool = False) -> str:
-    """The output of an example on that many CPU processes: by torchrun, or without the time that it takes itself."""
-    script = [f"examples/{example}", *map(str, arguments)]
-    if torchrun:
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *script]
-        started = [start(command)]
-    else:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            shared = {"WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": s.getsockname()[1]}
-        started = [start(script, RANK=rank, LOCAL_RANK=rank, **shared) for rank in range(processes)]
-    try:
-        outputs = [process.communicate(timeout=120) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, (out, err) in zip(started, outputs, strict=True):
-        assert process.returncode == 0, out + err
-    return outputs[0][0]
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def losses(output: str) -> dict[int, str]:
@@ -58,7 +52,7 @@ def losses(output: str) -> dict[int, str]:
 def test_plain_pytorch_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     small = ["--layers", 2, "--width", 32, "--heads", 2, "--context", 16, "--batch", 1]
     whole = launch(2, "plain_pytorch.py", *small, "--steps", 4, "--plan", "stock")
-    half = launch(2, "plain_pytorch.py", *small, "--steps", 2, "--checkpoint", tmp_path / "saved", torchrun=True)
+    half = torchrun(2, "plain_pytorch.py", *small, "--steps", 2, "--checkpoint", tmp_path / "saved")
     rest = launch(2, "plain_pytorch.py", *small, "--steps", 4, "--checkpoint", tmp_path / "saved")
     assert "TIDE: 0 of 3 groups accelerated" in whole
     assert all("TIDE: 3 of 3 groups accelerated" in out for out in (half, rest))

@@ -8,10 +8,7 @@ import logging
 import os
 import re
 import signal
-import socket
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +21,7 @@ import torch
 import torch.distributed as dist
 from harness import launch
 from models import Block
-from test_teardown import finish
+from programs import finish, start
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -505,26 +502,16 @@ def programs(world: int, what: str, timeout_s: float, folder: Path, last_stops: 
     script.write_text(PROGRAM)
     temporary.mkdir()
     before = set(os.listdir("/dev/shm"))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    processes = []
-    for rank in range(world):
-        env = dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
-        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TMPDIR=str(temporary))
-        env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # torch makes this one itself
-        command = [sys.executable, str(script), what, str(timeout_s)]
-        processes.append(
-            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    pids = [p.pid for p in processes]
+    inductor = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}  # torch makes this one itself
+    started = start(world, script, what, timeout_s, TMPDIR=str(temporary), **inductor)
+    pids = [p.pid for p in started]
     try:
-        ended = finish(processes[:-1] if last_stops else processes, timeout=60)
+        ended = finish(started[:-1] if last_stops else started, timeout=60)
     finally:
-        for p in processes:
+        for p in started:
             p.kill()
     if last_stops:
-        ended.append((processes[-1].wait(), processes[-1].communicate()[0]))
+        ended += finish(started[-1:])
     new = set(os.listdir("/dev/shm")) - before
     assert {n for n in new if "tide" in n or any(str(pid) in n for pid in pids)} == set()
     assert list(temporary.iterdir()) == []

@@ -60,6 +60,12 @@ CASES = [
     Case("last block stays unsharded, twice", last_stays=True, twice=True),
     Case("microbatch cache", accumulate=3, config={"all_gather.cache": "microbatch", "all_gather.slots": 3}),
     Case(
+        "microbatch cache, and an optimizer that is not fused",
+        accumulate=3,
+        fused=False,
+        config={"all_gather.cache": "microbatch", "all_gather.slots": 4},
+    ),
+    Case(
         "microbatch cache without sync",
         accumulate=3,
         sync_every=False,

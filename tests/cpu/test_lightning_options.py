@@ -1,6 +1,7 @@
 """Options of the strategies: what is refused, in which words, before any process starts."""
 
 import pickle
+from importlib.util import find_spec
 
 import pytest
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -8,9 +9,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import tide_strategies
 from tide_strategies import TideConfig, TideConfigError
 
-pl = pytest.importorskip("lightning.pytorch")
-Strategy = tide_strategies.TideFSDPStrategy
-Fabric = tide_strategies.integrations.lightning.TideFSDPFabricStrategy
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+
+
+@pytest.fixture
+def trainer():
+    import lightning.pytorch  # noqa: F401  # not while tests are collected: it takes seconds
+
+    return tide_strategies.TideFSDPStrategy
+
+
+@pytest.fixture
+def fabric(trainer):
+    return tide_strategies.integrations.lightning.TideFSDPFabricStrategy
 
 
 @pytest.mark.parametrize(
@@ -35,45 +46,46 @@ Fabric = tide_strategies.integrations.lightning.TideFSDPFabricStrategy
         ({"mp_policy": "bf16"}, r"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy; got 'bf16'"),
     ],
 )
-@pytest.mark.parametrize("strategy", [Strategy, Fabric])
-def test_refusals(options, words, strategy):
+@pytest.mark.parametrize("door", ["trainer", "fabric"])
+def test_refusals(options, words, door, request):
+    strategy = request.getfixturevalue(door)
     with pytest.raises(TideConfigError, match=words.replace("TideFSDPStrategy", strategy.__name__)):
         strategy(**options)
 
 
-def test_sync_every_microbatch_is_of_the_trainer_alone():
+def test_sync_every_microbatch_is_of_the_trainer_alone(trainer, fabric):
     with pytest.raises(TideConfigError, match="sync_every_microbatch must be true or false"):
-        Strategy(sync_every_microbatch=1)
+        trainer(sync_every_microbatch=1)
     with pytest.raises(TideConfigError, match="no option 'sync_every_microbatch'"):
-        Fabric(sync_every_microbatch=True)
+        fabric(sync_every_microbatch=True)
 
 
-def test_tide_options_reach_the_config():
+def test_tide_options_reach_the_config(trainer):
     expected = TideConfig(plan="stock", timeout_s=60)
-    assert Strategy(plan="stock", timeout_s=60).tide_config == expected
-    assert Strategy(tide={"plan": "stock"}, timeout_s=60).tide_config == expected
-    assert Strategy(tide=TideConfig(plan="stock"), timeout_s=60).tide_config == expected
-    assert Strategy(tide=expected).tide_config == expected
-    assert Strategy(tide={"all_gather.slots": 3}).tide_config.all_gather.slots == 3
-    assert Strategy(all_gather={"slots": 3}).tide_config.all_gather.slots == 3
+    assert trainer(plan="stock", timeout_s=60).tide_config == expected
+    assert trainer(tide={"plan": "stock"}, timeout_s=60).tide_config == expected
+    assert trainer(tide=TideConfig(plan="stock"), timeout_s=60).tide_config == expected
+    assert trainer(tide=expected).tide_config == expected
+    assert trainer(tide={"all_gather.slots": 3}).tide_config.all_gather.slots == 3
+    assert trainer(all_gather={"slots": 3}).tide_config.all_gather.slots == 3
 
 
-def test_strategies_pickle():
+def test_strategies_pickle(trainer, fabric):
     policy = MixedPrecisionPolicy()
-    for cls in (Strategy, Fabric):
+    for cls in (trainer, fabric):
         copy = pickle.loads(pickle.dumps(cls(replicate_size=2, mp_policy=policy, plan="stock")))
         assert type(copy) is cls
         assert (copy.replicate_size, copy.tide_config.plan, copy.sharding.mp_policy) == (2, "stock", policy)
 
 
-def test_classes_of_the_namespace_in_use():
+def test_classes_of_the_namespace_in_use(trainer, fabric):
     from lightning.fabric.strategies import ModelParallelStrategy as FabricHost
     from lightning.pytorch.strategies import ModelParallelStrategy as Host
 
-    assert issubclass(Strategy, Host)
-    assert issubclass(Fabric, FabricHost)
-    assert Strategy is tide_strategies.integrations.lightning.TideFSDPStrategy
+    assert issubclass(trainer, Host)
+    assert issubclass(fabric, FabricHost)
+    assert trainer is tide_strategies.integrations.lightning.TideFSDPStrategy
 
 
-def test_report_before_anything_ran():
-    assert not Strategy().tide_report().installed
+def test_report_before_anything_ran(trainer):
+    assert not trainer().tide_report().installed

@@ -84,6 +84,18 @@ def check_hsdp(pl):
     assert_close(full_state(module.network), expected)
 
 
+def check_processes_that_stand_for_nodes(pl):
+    states = {}
+    for plan, where in (("stock", ("", "", "")), ("tide", ("2x1", "local", "lane"))):
+        module, strategy = module_class(pl)(), strategy_of(pl, plan=plan, topology="2x1", timeout_s=30)
+        trainer = trainer_of(pl, strategy, max_epochs=2, gradient_clip_val=0.5)
+        trainer.fit(module, part_loader())
+        assert {(g.topology, g.rail, g.schedule) for g in trainer.strategy.tide_report().groups} == {where}
+        states[plan] = full_state(module.network)
+    assert_close(states["tide"], states["stock"], 0.0)  # two addends have but one order
+    assert not torch.equal(states["tide"]["head.weight"], Network().state_dict()["head.weight"])
+
+
 def check_cpu_offload(pl):
     module = module_class(pl)()
     expected = reference(module.network, sgd, clip_norm=0.5)

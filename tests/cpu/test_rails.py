@@ -72,7 +72,7 @@ def _lost(rank: int, world: int, how: str) -> None:
         if step == 2 and rank == 3:
             pid = os.getpid()
             if how == "stopped":  # like a host whose network is cut, it keeps its connections; ended for the harness
-                subprocess.Popen(["sh", "-c", f"sleep 12; kill -KILL {pid}"])
+                subprocess.Popen(["sh", "-c", f"sleep 8; kill -KILL {pid}"])
             os.kill(pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         model(batch(step, rank)).sum().backward()
 
@@ -93,7 +93,7 @@ def _failing(rank: int, world: int, _: None) -> None:
     apply_tide(model, {"timeout_s": 3, "topology": "2x2", "rail": "p2p"})
     for step in range(3):
         if step == 2 and rank == 1:
-            time.sleep(9)  # late for everybody; those who notice first tell the others why
+            time.sleep(7)  # late for everybody; those who notice first tell the others why
         model(batch(step, rank)).sum().backward()
 
 

@@ -26,9 +26,12 @@ _M_MMAP_THRESHOLD = -3
 
 
 def _own_bytes() -> int:
-    """Memory of this process that is no file's: anonymous pages, and its part of those shared with other ranks."""
+    """Memory of this process that is no file's: anonymous pages, and its part of those shared with other ranks.
+
+    Anonymous pages count in full, whether or not they are still shared with the process that this one was forked from.
+    """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Anonymous:", "Pss_Shmem:")))
 
 
 def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, context: int = GPTConfig().context) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
+from programs import finish, start
 
 PREAMBLE = """
 import os, time, torch, torch.distributed as dist, torch.nn as nn
@@ -39,41 +38,15 @@ full = [p.full_tensor() for p in model.parameters()]
 """
 
 
-def start(world: int, body: str, tmp_path: Path) -> list[subprocess.Popen[str]]:
-    """Start ``body`` as a real script on every rank."""
-    script = tmp_path / "script.py"
-    script.write_text(PREAMBLE + textwrap.dedent(body))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    procs = []
-    for rank in range(world):
-        env = dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
-        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        procs.append(
-            subprocess.Popen(
-                [sys.executable, str(script)],
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    return procs
+def run(world: int, body: str, folder: Path) -> list[tuple[int, str]]:
+    """Exit code and output of ``body`` as a script on every rank."""
+    return finish(start(world, script(body, folder)))
 
 
-def finish(procs: list[subprocess.Popen[str]], timeout: float = 90.0) -> list[tuple[int, str]]:
-    """Exit code and output of every rank; what still runs after ``timeout`` is killed and shows as -9."""
-    deadline = time.monotonic() + timeout
-    results = []
-    for p in procs:
-        try:
-            out, _ = p.communicate(timeout=max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            p.kill()
-            out, _ = p.communicate()
-        results.append((p.returncode, out))
-    return results
+def script(body: str, folder: Path) -> Path:
+    path = folder / "script.py"
+    path.write_text(PREAMBLE + textwrap.dedent(body))
+    return path
 
 
 ENDINGS = {
@@ -86,8 +59,27 @@ ENDINGS = {
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS.keys())
 def test_exit_code_is_zero(ending: str, tmp_path: Path) -> None:
     for _ in range(2):
-        for code, out in finish(start(2, TRAIN + ending, tmp_path)):
+        for code, out in run(2, TRAIN + ending, tmp_path):
             assert code == 0, out
+
+
+def test_exit_code_is_zero_in_processes_that_import_everything_themselves(tmp_path: Path) -> None:
+    own = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "STORE": str(tmp_path / "store")}
+    body = TRAIN.replace('"gloo"', '"gloo", f"file://{os.environ[\'STORE\']}", rank=rank, world_size=2')
+    command = [sys.executable, str(script(body, tmp_path))]
+    ranks = [
+        subprocess.Popen(
+            command, env={**os.environ, **own, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            out, _ = process.communicate(timeout=90)
+            assert process.returncode == 0, out
+    finally:
+        for process in ranks:
+            process.kill()
 
 
 @pytest.mark.parametrize("hidden", ["t._FUTEX = None", "t._TASKS = '/nowhere'"], ids=["system calls", "threads"])
@@ -96,13 +88,13 @@ def test_where_the_kernel_tells_less(hidden: str, tmp_path: Path) -> None:
     ending = (
         f"import tide_strategies.runtime.teardown as t\n{hidden}\norderly_teardown()\nassert not dist.is_initialized()"
     )
-    for code, out in finish(start(2, TRAIN + ending, tmp_path)):
+    for code, out in run(2, TRAIN + ending, tmp_path):
         assert code == 0, out
 
 
 def test_an_error_keeps_its_exit_code(tmp_path: Path) -> None:
     """The handler hides nothing: a failing program still fails, with its own traceback."""
-    for code, out in finish(start(2, TRAIN + "raise SystemExit(7) if rank else KeyError('mine')", tmp_path)):
+    for code, out in run(2, TRAIN + "raise SystemExit(7) if rank else KeyError('mine')", tmp_path):
         assert code in (1, 7)
         assert code == 7 or "KeyError: 'mine'" in out
 
@@ -122,7 +114,7 @@ def test_dead_peer_delays_nobody(tmp_path: Path) -> None:
     orderly_teardown(timeout_s=20)
     print("teardown", time.monotonic() - began, dist.is_initialized())
     """
-    (code, out), (killed, _) = finish(start(2, body, tmp_path))
+    (code, out), (killed, _) = run(2, body, tmp_path)
     assert killed == -signal.SIGKILL
     assert code == 0, out
     seconds, initialized = out.split("teardown ")[1].split()[:2]
@@ -145,12 +137,12 @@ def test_stopped_peer_costs_only_the_time_allowed(tmp_path: Path) -> None:
     orderly_teardown(timeout_s=1.0)
     print("teardown", time.monotonic() - began)
     """
-    procs = start(2, body, tmp_path)
+    ranks = start(2, script(body, tmp_path))
     try:
-        ((code, out),) = finish(procs[:1], timeout=60)
+        ((code, out),) = finish(ranks[:1], timeout=60)
     finally:
-        procs[1].kill()
-        procs[1].communicate()
+        ranks[1].kill()
+        finish(ranks[1:])
     assert code == 0, out
     assert "still busy" in out
     assert 0.9 < float(out.split("teardown ")[1].split()[0]) < 5

@@ -5,23 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import traceback
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import launch, launch_raw
-from lightning_models import (
-    Network,
-    assert_close,
-    full_state,
-    module_class,
-    part_loader,
-    quiet_import,
-    strategy_of,
-    trainer_of,
-)
 from models import BF16, Case, batch, build, full_parameters, train
 from test_fsdp2_parity import compare
 
@@ -180,23 +169,9 @@ PLACED = {
 }
 
 
-def _through_lightning() -> dict[str, Any]:
-    """Parameters after training with Lightning's Trainer by stock and over two nodes, and where the groups were."""
-    pl = quiet_import("lightning.pytorch")
-    out: dict[str, Any] = {}
-    for plan in ("stock", "tide"):
-        module = module_class(pl)()
-        strategy = strategy_of(pl, plan=plan, topology="2x2", timeout_s=30)
-        trainer = trainer_of(pl, strategy, devices=4, max_epochs=2, gradient_clip_val=0.5)
-        trainer.fit(module, part_loader(batch_size=2))
-        out[plan] = full_state(module.network)
-        out[f"{plan} groups"] = {(g.topology, g.rail, g.schedule) for g in trainer.strategy.tide_report().groups}
-    return out
-
-
 def _trained(rank: int, world: int, cases: list[Case]) -> tuple[dict[str, float], dict[str, Any]]:
     """Differences from stock, and where each group of the cases in PLACED was."""
-    placed: dict[str, Any] = {"lightning": _through_lightning() if find_spec("lightning") else None}
+    placed: dict[str, Any] = {}
     for case in cases:
         if case.name in PLACED:
             model = build(case, world)
@@ -226,18 +201,6 @@ def test_every_shard_group_has_a_topology_of_its_own(trained, name: str) -> None
     blocks, root = PLACED[name]
     for _, placed in trained:
         assert dict(placed[name]) == {"(root)": root, **{f"blocks.{i}": blocks for i in range(4)}}
-
-
-@pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
-def test_training_through_lightning_over_two_nodes_agrees_with_stock(trained) -> None:
-    # Four fp32 addends in another order, eight steps of SGD: a few units in the last place.
-    untrained = Network().state_dict()
-    for _, placed in trained:
-        result = placed["lightning"]
-        assert result["tide groups"] == {("2x2", "local", "two-level")}
-        assert result["stock groups"] == {("", "", "")}
-        assert_close(result["tide"], result["stock"])
-        assert not torch.equal(result["tide"]["head.weight"], untrained["head.weight"])
 
 
 def _knobs(rank: int, world: int, configs: list[dict[str, Any]]) -> list[bool]:

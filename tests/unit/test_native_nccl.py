@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TESTS
 
 from tide_strategies.runtime.cuda.nccl_rail import EXIT_CODE
 
+TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 FILES = [TESTS / "fake_nccl" / name for name in ("scenarios.py", "engine_scenarios.py")]
 #: Those that need a library of their own.

@@ -194,6 +194,7 @@ def test_what_a_dead_peer_finished_still_counts():
 
 def test_interrupt_ends_a_wait():
     _, second = arena_pair()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     start = time.monotonic()
@@ -201,6 +202,7 @@ def test_interrupt_ends_a_wait():
         encode(**WAIT_FOR_0).replay(second, [], [0], 0, 1.0, 30.0)
     assert time.monotonic() - start < 5.0
     timer.join()
+    signal.signal(signal.SIGINT, before)
 
 
 def test_waiting_lets_other_python_threads_run():

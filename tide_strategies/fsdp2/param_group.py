@@ -25,6 +25,7 @@ from tide_strategies.fsdp2.access import unsharded_dtype
 from tide_strategies.fsdp2.exposed import ExposedMeter, around
 from tide_strategies.fsdp2.path import Path
 from tide_strategies.fsdp2.reduce import dispatch, rebind
+from tide_strategies.fsdp2.steps import unwatch, watch
 from tide_strategies.layout import GroupLayout
 from tide_strategies.runtime.group import Tally
 from tide_strategies.runtime.slots import Window
@@ -200,7 +201,8 @@ class TideParamGroup(FSDPParamGroup):
         versions: list[int] = []
         try:
             for param in self.fsdp_params:
-                # An optimizer updates the DTensor, whose version counter is not that of the local shard in it.
+                # An optimizer updates the DTensor, whose version counter is not that of the local shard in it; fused
+                # optimizers count up neither, so the generation counts their steps.
                 versions += (param._sharded_param_data._version, param.sharded_param._version, param._tide_generation)
         except RuntimeError:  # inference tensors have no version counter
             return None
@@ -295,6 +297,8 @@ def adopt(group: Any, landings: Sequence[torch.Tensor], binding: GroupBinding) -
         param._tide_shard_dtype, param._tide_generation = param._sharded_param_data.dtype, 0
         param.all_gather_outputs = [landing]
     _mark(group, binding, TideParamGroup)
+    if binding.cache != "off":
+        watch(group)
 
 
 def landing_tensors(group: Any, layout: GroupLayout, window: Window) -> list[torch.Tensor]:
@@ -334,6 +338,7 @@ def measure(group: Any, binding: GroupBinding) -> None:
 def restore(group: Any) -> None:
     """Give a group its stock class back. Its parameters must not be in use by a backward to come."""
     if type(group) is TideParamGroup:
+        unwatch(group)
         # After a failure the other ranks cannot be told any more, and need not be: they have stopped as well.
         with contextlib.suppress(TideError):
             group._drop_pending()

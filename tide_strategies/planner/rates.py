@@ -104,8 +104,8 @@ class Rates:
 #: traffic of copy-engine pushes); sum, landing, rail and round wait, appendix G; rail signal, half the "roughly 0.12 ms
 #: signal round trip" of section 3.1. ``call_s`` is not stated: with the entry fence and the completion it makes the
 #: 0.04 ms that Table 7's one-node rows (0.38 and 1.40 ms for 32 and 128 MiB) take beyond their bytes. ``signal_s`` and
-#: ``start_s`` are near those of two H200. ``push`` is fitted to Table 8's one-node rows (0.41 and 1.29 ms), and close to one
-#: H200 copy engine's. ``memory`` and ``local`` are the data sheet's HBM rate of such a GPU and half of it.
+#: ``start_s`` are near those of two H200. ``push`` is fitted to Table 8's one-node rows (0.41 and 1.29 ms), close to
+#: one H200 copy engine's. ``memory`` and ``local`` are the data sheet's HBM rate of such a GPU and half of it.
 #: ``chunk_cap`` is what Table 8's buffers on one node imply, ``chunk_s`` that of two H200.
 PAPER = Rates(
     name="paper",
@@ -128,11 +128,11 @@ PAPER = Rates(
     chunk_cap=16 * MIB,
 )
 
-#: Two H200 of one host, NVLink, no multicast (docs/benchmarks.md): copy-engine push 393 GB/s in both directions at once,
-#: local copy 4.2 TB/s read plus write, 6.5 us for a stream memory write and the wait for it by the other GPU, 2.4 us for
-#: the smallest copy, 58 GB/s per thread block of the sum of two contributions. ``call_s`` is what an all-gather that
-#: follows another takes beside all that, ``chunk_s`` the host's time for the four calls of one more chunk. There is no
-#: rail: the numbers of one are those of ``PAPER``.
+#: Two H200 of one host, NVLink, no multicast (docs/benchmarks.md): copy-engine push 393 GB/s in both directions at
+#: once, local copy 4.2 TB/s read plus write, 6.5 us for a stream memory write and the wait for it by the other GPU,
+#: 2.4 us for the smallest copy, 58 GB/s per thread block of the sum of two contributions. ``call_s`` is what an
+#: all-gather that follows another takes beside all that, ``chunk_s`` the host's time for the four calls of one more
+#: chunk. There is no rail: the numbers of one are those of ``PAPER``.
 H200_PAIR = Rates(
     name="two H200",
     push=393 * GB,

@@ -194,7 +194,8 @@ class CudaGroup(LandingGroup):
     def prepare_casts(self) -> None:
         """Let a kernel of ours cast fp32 shards to bf16, which then is part of :meth:`send`.
 
-        It has twice the thread blocks of a sum: those keep pace with links, a cast with memory. Only if shards are not :attr:`staged`; otherwise the caller goes on casting.
+        It has twice the thread blocks of a sum: those keep pace with links, a cast with memory. Only if shards are not
+        :attr:`staged`; otherwise the caller goes on casting.
         """
         if self.staged:
             return
