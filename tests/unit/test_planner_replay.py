@@ -18,7 +18,7 @@ from tide_strategies.planner.predict import (
     one_node_all_gather,
     one_node_reduce_scatter,
 )
-from tide_strategies.planner.rates import H200_PAIR, PAPER
+from tide_strategies.planner.rates import CPU_PAIR, H200_PAIR, PAPER
 from tide_strategies.planner.replay import Machine, SimulationError, one_call, replay
 from tide_strategies.planner.sizing import solve
 from tide_strategies.topology import Topology
@@ -155,3 +155,19 @@ def test_the_bytes_of_an_all_gather_cross_every_link_once() -> None:
         shard = sum(layout.shard_bytes(p) for p in range(5))
         assert found.moved["in", 0] == pytest.approx(shard * (4 if multicast else 3))
         assert found.moved["out", 0] == pytest.approx(shard * (1 if multicast else 3))
+
+
+@pytest.mark.parametrize("one_memory", [True, False])
+def test_one_rank_a_node_is_predicted_as_the_lane_that_runs(one_memory: bool) -> None:
+    """A lane sends bf16 gradients over the rail, where two levels would send fp32 partials."""
+    rates = replace(CPU_PAIR if one_memory else H200_PAIR, rail=1e9)
+    machine = Machine(rates=rates, topology=Topology(4, 1), one_memory=one_memory)
+    layout = even_layout(4, MIB, 3)
+    shard = sum(layout.shard_bytes(p) for p in range(3))
+    gathered = nodes_all_gather(machine, layout)
+    assert gathered.moved["rail out", 0] == pytest.approx(3 * shard, rel=1e-6)
+    reduced = nodes_reduce_scatter(machine, layout, round_width=4)
+    assert reduced.moved["rail out", 0] == pytest.approx(3 * shard, rel=1e-6)
+    assert reduced.seconds >= 3 * shard / 1e9
+    if one_memory:  # nothing is staged: the own shard into the landing, and what lands lies there
+        assert gathered.moved["local", 0] == pytest.approx(shard, rel=1e-6)

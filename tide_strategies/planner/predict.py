@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from tide_strategies.collectives.all_gather import all_gather
 from tide_strategies.collectives.all_gather_nodes import all_gather_nodes
 from tide_strategies.collectives.plan import BasePlan
+from tide_strategies.collectives.rail_lane import all_gather_lane, one_wave, reduce_scatter_lane
 from tide_strategies.collectives.reduce_scatter import reduce_scatter
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.collectives.two_level import reduce_scatter_nodes
@@ -78,9 +79,15 @@ def one_node_reduce_scatter(
 
 
 def nodes_all_gather(machine: Machine, layout: GroupLayout, *, seed: int = 0, delay_s: float = 0.0) -> Replayed:
-    """Replay one all-gather of adopted bf16 shards across nodes, streams side by side (section 3)."""
+    """Replay one all-gather of adopted bf16 shards across nodes, streams side by side (section 3).
+
+    With one CPU rank a node it is a lane's, from landing to landing (appendix F); GPU ranks stage theirs.
+    """
     topology = machine.topology
     items = [Item.of_size(s.itemsize) for s in layout.params]
+    if topology.lane and machine.one_memory:
+        lanes = [all_gather_lane(layout, topology, rank, items) for rank in range(topology.ranks)]
+        return replay(machine, one_call(lanes, [("copy", "completion")]), seed=seed, delay_s=delay_s)
     schedules = [
         all_gather_nodes(
             layout,
@@ -108,8 +115,18 @@ def nodes_reduce_scatter(
     seed: int = 0,
     delay_s: float = 0.0,
 ) -> Replayed:
-    """Replay one reduce-scatter of bf16 gradients to fp32 across nodes: push, sum, network side by side (section 4)."""
-    topology = machine.topology
+    """Replay one reduce-scatter of bf16 gradients to fp32 across nodes: push, sum, network side by side (section 4).
+
+    With one rank a node it is a lane's (appendix F), on GPUs for up to eight nodes.
+    """
+    topology, one_thread = machine.topology, machine.one_memory
+    if one_wave(topology) or (topology.lane and one_thread):
+        lanes = [
+            reduce_scatter_lane(layout, topology, rank, grad=Item.BF16, output=Item.F32, interleave=one_thread)
+            for rank in range(topology.ranks)
+        ]
+        together = [("read", "network")] if one_thread else [("read",), ("network",)]
+        return replay(machine, one_call(lanes, together), seed=seed, delay_s=delay_s)
     plan = BasePlan(topology.nodes, topology.local_ranks, topology.local_ranks, round_width, slot_reuse)
     schedules = [
         reduce_scatter_nodes(
@@ -160,7 +177,13 @@ def group_times(
     output = 4 * max(1, layout.output_items)
     sizing = solve(rates, topology, output)
     if topology.nodes > 1 and topology.ranks <= MOST_REPLAYED:
-        machine = Machine(rates=rates, topology=topology, sum_ctas=sizing.sum_ctas, landing_ctas=sizing.landing_ctas)
+        machine = Machine(
+            rates=rates,
+            topology=topology,
+            sum_ctas=1 if one_memory else sizing.sum_ctas,
+            landing_ctas=1 if one_memory else sizing.landing_ctas,
+            one_memory=one_memory,
+        )
         return Times(
             nodes_all_gather(machine, layout).seconds,
             nodes_reduce_scatter(machine, layout, round_width=sizing.round_width).seconds,
