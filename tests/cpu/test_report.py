@@ -238,7 +238,7 @@ def test_the_measured_timeline_has_every_call_of_every_rank(
     svg, trace = tmp_path / "t.svg", tmp_path / "t.json"
     assert main(["timeline", "--measured", str(traces), "--svg", str(svg), "--trace", str(trace)]) == 0
     assert f"{len(spans)} calls of 2 ranks" in capsys.readouterr().out
-    assert svg.read_text().count("<rect") == len(spans)
+    assert svg.read_text().count("<rect") == len(spans) + 1  # and the background
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(e["ph"] == "X" for e in events) == len(spans)
     assert main(["timeline", "--measured", str(traces), "--window", "0:1000000", "--json"]) == 0
