@@ -17,7 +17,8 @@ from snippets import Snippet, snippets
 
 NAME = "tide_strategies"
 
-pytestmark = pytest.mark.wheel
+# It builds the native core, which takes a busy machine minutes.
+pytestmark = [pytest.mark.wheel, pytest.mark.timeout(900)]
 
 
 @dataclass
