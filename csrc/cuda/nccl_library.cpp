@@ -30,8 +30,8 @@ int add_if_nccl(dl_phdr_info* info, size_t, void* paths) {
   return 0;
 }
 
-// The copy that names of NCCL lead to from everywhere in the process, if they do: one that is preloaded comes before what
-// torch loads beside it, for torch too. Empty if there is none.
+// The copy that names of NCCL lead to from everywhere in the process: one that is preloaded comes before what torch
+// loads beside it, for torch too. Empty if there is none.
 std::string copy_for_all() {
   Dl_info info{};
   void* everything = ::dlopen(nullptr, RTLD_LAZY);

@@ -152,7 +152,7 @@ class Trainer:
             whole = [Buffer(window, self.layout.landing_base(p), self.layout.shard_items(p) * self.n) for p in range(3)]
             if masters:
                 group.prepare_casts()
-            landing = CudaLanding(own, whole if slot_reuse else None, masters=masters is not None)
+            landing = CudaLanding(own, whole if slot_reuse else None)
             self.paths.append(CudaPath(group, streams, landing))
             self.landings.append(whole)
         self.compute, self.scatter = Torch.current, Stream(Torch.device)

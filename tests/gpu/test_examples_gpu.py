@@ -40,7 +40,7 @@ def learns(text: str, pattern: str) -> None:
 
 
 def accelerated(text: str) -> None:
-    found = re.search(r"TIDE: (\d+) of (\d+) groups accelerated", text)
+    found = re.search(r"(\d+) of (\d+) groups accelerated", text)
     assert found is not None, text
     assert found[1] == found[2] != "0", found[0]
 
@@ -87,4 +87,4 @@ def test_hydra(tmp_path: Path) -> None:
     pytest.importorskip("hydra")
     options = ["device=cuda", "steps=4", "batch=2", "tide.plan=tide", "model={layers: 2, width: 64, heads: 2}"]
     text = output(tmp_path, sys.executable, EXAMPLES / "hydra_sweep.py", *options, f"hydra.run.dir={tmp_path / 'run'}")
-    assert (tmp_path / "run").is_dir(), text
+    accelerated(text)

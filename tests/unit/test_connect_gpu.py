@@ -68,10 +68,13 @@ def test_multicast_is_what_the_option_and_the_ranks_make_it(
 
 
 def test_what_fails_with_multicast_is_tried_without(attempts: list[Any], caplog: pytest.LogCaptureFixture) -> None:
-    of(4, **{"debug.trace": "error"})
+    with caplog.at_level(logging.WARNING, "tide_strategies"):
+        of(4, **{"debug.trace": "error"})
     says = ["on", "off (creating the multicast object failed)"]
     assert [p.multicast for p in attempts] == says
-    assert not caplog.records, "nobody has asked for it"
+    (record,) = caplog.records
+    assert "multicast was to be used, and failed: creating the multicast object failed" in record.getMessage()
+    caplog.clear()
     with caplog.at_level(logging.WARNING, "tide_strategies"):
         of(4, **{"debug.trace": "error", "all_gather.multicast": True})
     assert [p.multicast for p in attempts[2:]] == says

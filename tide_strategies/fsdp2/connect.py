@@ -142,11 +142,12 @@ def _connect_cuda(
     knobs = solve(placement.topology)
     wanted = config.all_gather.multicast
     why = why_unicast([i["multicast"] for i in identities], placement.topology, wanted)
+    failed = ""
     if not why:
         try:
             return _connect_devices(exchange, ranks, members, config, knobs, replace(placement, multicast="on")), knobs
         except TideArenaError as e:  # on every rank alike; what has nothing to do with multicast fails again below
-            why = str(e)
+            why = failed = str(e)
     if wanted is True:
         words = f"all_gather.multicast is true, and cannot be: {why}"
         if config.strict:
@@ -154,7 +155,10 @@ def _connect_cuda(
         if ranks.rank() == 0:
             _log.warning("TIDE: %s. Shards go to each peer by a copy of their own.", words)
     unicast = replace(placement, multicast=f"off ({why})")
-    return _connect_devices(exchange, ranks, members, config, knobs, unicast), knobs
+    engine = _connect_devices(exchange, ranks, members, config, knobs, unicast)
+    if failed and wanted is not True and ranks.rank() == 0:
+        _log.warning("TIDE: multicast was to be used, and failed: %s. Shards go to each peer by a copy.", failed)
+    return engine, knobs
 
 
 def _connect_devices(
@@ -213,7 +217,6 @@ def _connect_devices(
             poison=torch.from_dlpack(window.tensor(0, member.layout.landing_bytes, "uint8"))
             if config.debug.poison_slots
             else None,
-            masters=_fp32_masters(member.group),
         )
         member.binding = GroupBinding(CudaPath(collectives, streams, landing, device_trace), config.all_gather.cache)
         member.placement = placement

@@ -58,7 +58,6 @@ class CudaLanding:
 
     Args:
         own: this rank's padded shards, where they are sent from (across nodes and for multicast, in the stage).
-        masters: shards are fp32 and parameters bf16, which the collectives can cast themselves.
         gradients: room for each unsharded gradient, where its parameter lies; None under In-Place.
         poison: the whole landing as bytes, to be made NaN when vacated; None to leave it.
     """
@@ -66,7 +65,6 @@ class CudaLanding:
     own: list[torch.Tensor]
     gradients: list[torch.Tensor] | None = None
     poison: torch.Tensor | None = None
-    masters: bool = False
 
 
 class CudaPath:
@@ -115,7 +113,7 @@ class CudaPath:
         if place is not stream:
             sending += [("rail", self.streams.rail), ("place", place)]
         with span(self._trace, label, self.collectives.sent_bytes, *sending):
-            addresses = [s.data_ptr() for s in shards] if self._landing.masters else ()
+            addresses = [s.data_ptr() for s in shards] if self.collectives.casts else ()
             if not self.collectives.open(slot, stream.cuda_stream, versions, addresses):
                 torch.cuda.set_stream(stream)
                 try:

@@ -200,14 +200,21 @@ class CudaGroup(LandingGroup):
         if self.staged:
             return
         engine, shards = self._engine, [Item.F32] * len(self.layout.params)
-        schedule = all_gather(self.layout, engine.topology, engine.rank, shards, shared_landing=False, interleave=False)
-        collective = engine.casting_collective(schedule, len(shards), self._all_gather.label)
-        self._cast_aligned = self._aligned(range(len(shards)), ()) and sums_aligned(casts_by_kernel(schedule), False)
+        schedule = casts_by_kernel(
+            all_gather(self.layout, engine.topology, engine.rank, shards, shared_landing=False, interleave=False)
+        )
+        collective = engine.fitted_collective(schedule, len(shards), self._all_gather.label)
+        self._cast_aligned = self._aligned(range(len(shards)), ()) and sums_aligned(schedule, False)
         if collective.program.sum_kinds:  # this rank has something of them
             kernel = self._kernels.sum(0, len(shards), Item.F32, Item.BF16, self._cast_aligned)
             self._set_kernel(collective, 0, kernel, 2 * self._ctas[False])
             self._cast_kernels = (kernel,)
         self._casting = collective
+
+    @property
+    def casts(self) -> bool:
+        """Whether :meth:`open` wants to know where the shards are, for :meth:`send` can cast them."""
+        return self._casting is not None
 
     def open(
         self,
