@@ -33,7 +33,7 @@ def train(rank, config, folder):
     torch.set_num_threads(1)
     cuda = config["device"] == "cuda"
     if cuda:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         "nccl" if cuda else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=config["processes"]
     )

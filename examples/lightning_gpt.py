@@ -45,7 +45,8 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plan", choices=["auto", "tide", "stock"], default="auto", help="whose collectives to use")
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--devices", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--devices", type=int, default=2, help="processes on each node (default: %(default)s)")
+    parser.add_argument("--nodes", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="windows of text per process and step")
     parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu", help="(default: %(default)s)")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed or bf16-true (default: 32-true)")
@@ -61,8 +62,9 @@ def main():
     L.seed_everything(0, verbose=False)
     train_text, val_text = library_text()
     config = GPTConfig(layers=args.layers, width=args.width, heads=args.heads, context=args.context)
-    train = Windows(train_text, args.steps * args.batch * args.devices, args.context)
-    val = Windows(val_text, 8 * args.batch * args.devices, args.context)
+    together = args.batch * args.devices * args.nodes
+    train = Windows(train_text, args.steps * together, args.context)
+    val = Windows(val_text, 8 * together, args.context)
 
     # "tide_fsdp" takes no further options; to set some, give the strategy itself.
     strategy = "tide_fsdp" if args.plan == "auto" else TideFSDPStrategy(plan=args.plan)
@@ -70,6 +72,7 @@ def main():
         accelerator=args.accelerator,
         precision=args.precision,
         devices=args.devices,
+        num_nodes=args.nodes,
         strategy=strategy,
         max_steps=args.steps,
         callbacks=[StepRecorder(args.out)],

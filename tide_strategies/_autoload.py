@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 
 SWITCH = "TIDE_AUTOLOAD"
 
@@ -37,6 +37,10 @@ _HOOKS = {
     "accelerate.commands.launch": f"{_ACCELERATE}.launching:extend_launcher",
     "accelerate.accelerator": f"{_ACCELERATE}.environment:extend_if_requested",
 }
+
+# Host modules that are programs too, run as ``python -m``, and what such a program calls. The hook works on the module
+# that an import gives, so that one is imported then, and its function called.
+_PROGRAMS = {"accelerate.commands.launch": "main"}
 
 _failed: set[str] = set()
 
@@ -98,13 +102,22 @@ def _run_hook_after_exec(spec: ModuleSpec) -> None:
     if loader is None:
         return
     exec_module = loader.exec_module
+    get_code = getattr(loader, "get_code", None)
 
     def exec_then_hook(module: ModuleType) -> None:
+        if get_code is not None:
+            loader.get_code = get_code  # type: ignore[attr-defined]  # an import, which wants the module's own
         exec_module(module)
         _run_hook(spec.name, module)
 
+    def code_of_program(name: str) -> CodeType:
+        function = _PROGRAMS[name]
+        return compile(f"from {name} import {function}\n{function}()\n", f"<python -m {name}, with TIDE>", "exec")
+
     try:
         loader.exec_module = exec_then_hook  # type: ignore[method-assign]
+        if get_code is not None and spec.name in _PROGRAMS:
+            loader.get_code = code_of_program  # type: ignore[attr-defined]  # what ``runpy`` asks for
     except AttributeError as error:
         _warn_once(spec.name, f"TIDE cannot hook the import of {spec.name} ({error}); it is not available there")
 

@@ -138,7 +138,7 @@ def test_the_same_where_the_entry_point_is_switched_off(tmp_path):
 
 @pytest.mark.usefixtures("installed")
 def test_an_error_on_one_rank_ends_the_job(tmp_path):
-    done = launch(tmp_path, ACCELERATE, "train.py", "--fail")
+    done = launch(tmp_path, ["accelerate.commands.launch"], "train.py", "--fail")  # as documented for debuggers
     assert done.returncode != 0
     assert "made to fail" in done.stderr
 

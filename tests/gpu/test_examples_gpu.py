@@ -1,4 +1,7 @@
-"""The examples on two GPUs, as their own text says, only shorter: every door trains, on TIDE, and learns."""
+"""The examples on GPUs, as their own text says, only shorter: every door trains, on TIDE, and learns.
+
+Two processes, on one card if there is no other; NCCL must let them (``cards.py``).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cards import WITHOUT_NCCL, stock_runs
 
 import tide_strategies
 
@@ -21,7 +25,18 @@ MODULE = [sys.executable, "-m"]
 TORCHRUN = [*MODULE, "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 GPT = ["--layers", "2", "--width", "128", "--heads", "4", "--context", "64"]
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a GPU for each of two processes")
+ONE_CARD = torch.cuda.device_count() < 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nccl(environment: None) -> None:
+    if not stock_runs():
+        pytest.skip(WITHOUT_NCCL)
+
+
+def script(name: str) -> list[object]:
+    """An example, for each of the processes that somebody starts."""
+    return [*([Path(__file__).with_name("one_card.py")] if ONE_CARD else []), EXAMPLES / name]
 
 
 def output(folder: Path, *command: object) -> str:
@@ -54,17 +69,22 @@ def accelerated(text: str) -> None:
     ],
 )
 def test_plain_pytorch(tmp_path: Path, example: str, arguments: list[str]) -> None:
-    script = [*TORCHRUN, EXAMPLES / example, "--device", "cuda", "--bf16", "--plan", "tide", "--steps", "20"]
-    text = output(tmp_path, *script, *arguments)
+    options = ["--device", "cuda", "--bf16", "--plan", "tide", "--steps", "20"]
+    text = output(tmp_path, *TORCHRUN, *script(example), *options, *arguments)
     accelerated(text)
     learns(text, r"step +\d+  loss ([\d.]+)")
 
 
 def test_lightning(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    script = [sys.executable, EXAMPLES / "lightning_gpt.py", "--accelerator", "gpu", "--precision", "bf16-mixed"]
-    text = output(tmp_path, *script, "--plan", "tide", "--steps", "20", *GPT)
-    accelerated(text)
+    # Lightning wants a GPU for each process of a node: on one card each process is a node of its own to it.
+    start = (
+        [*TORCHRUN, *script("lightning_gpt.py"), "--devices", "1", "--nodes", "2"]
+        if ONE_CARD
+        else [sys.executable, *script("lightning_gpt.py")]
+    )
+    options = ["--accelerator", "gpu", "--precision", "bf16-mixed", "--plan", "tide", "--steps", "20"]
+    accelerated(output(tmp_path, *start, *options, *GPT))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +100,7 @@ def test_accelerate(tmp_path: Path, example: str, arguments: list[str]) -> None:
     config = (ROOT / "configs/accelerate/tide.yaml").read_text().replace("num_processes: 8", "num_processes: 2")
     (tmp_path / "tide.yaml").write_text(config)
     launch = [*MODULE, "accelerate.commands.launch", "--config_file", tmp_path / "tide.yaml"]
-    accelerated(output(tmp_path, *launch, EXAMPLES / example, *arguments))
+    accelerated(output(tmp_path, *launch, *script(example), *arguments))
 
 
 def test_hydra(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ import os
 
 import pytest
 import torch
+from cards import WITHOUT_NCCL, backend, stock_runs
 from harness import launch
 from models import BF16, Case
 from test_fsdp2_parity import CASES, compare
 
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU per rank: two GPUs")
 LEFT_OUT = {"compiled blocks"}
 SLOT_REUSE = {"reduce_scatter.mode": "slot_reuse"}
 CACHED = {"all_gather.cache": "microbatch", "all_gather.slots": 4}
@@ -43,10 +43,11 @@ def _compare(rank: int, world: int, cases: list[Case]) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def two_gpus() -> dict[str, float]:
-    return launch(2, _compare, GPU_CASES, timeout=220, backend="cpu:gloo,cuda:nccl")[0]
+    if not stock_runs():
+        pytest.skip(WITHOUT_NCCL)
+    return launch(2, _compare, GPU_CASES, timeout=220, backend=backend())[0]
 
 
-@needs_two
 @pytest.mark.parametrize("name", [c.name for c in GPU_CASES])
 def test_two_gpus_are_bit_equal_to_stock(two_gpus, name: str) -> None:
     assert two_gpus[name] == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from cards import backend, stock_runs
 from harness import launch
 from staged import through_the_host
 from test_fsdp2_gpu import deterministic
@@ -30,7 +31,7 @@ def _curve(rank: int, world: int, run: str) -> list[float]:
     handle = (
         apply_tide(model, {"timeout_s": 60, "strict": True, "reduce_scatter.mode": run}) if run != "stock" else None
     )
-    if handle is None and torch.cuda.device_count() < world:
+    if handle is None and not stock_runs(world):
         through_the_host(model)
     windows = Windows(library_text()[0], STEPS * BATCH, SMALL.context, seed=rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -49,8 +50,6 @@ def _curve(rank: int, world: int, run: str) -> list[float]:
 
 
 def _curves(rank: int, world: int, _: None) -> dict[str, list[float]]:
-    if torch.cuda.device_count() < world:
-        torch.cuda.set_device(0)
     deterministic()
     return {name: _curve(rank, world, name.split()[0]) for name in ("stock 1", "stock 2", "in_place", "slot_reuse")}
 
@@ -60,8 +59,7 @@ def _averages(losses: list[float]) -> torch.Tensor:
 
 
 def test_curves_differ_from_stock_no_more_than_stock_from_stock() -> None:
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= 2 else "cpu:gloo,cuda:gloo"
-    for curves in launch(2, _curves, backend=backend, timeout=230):
+    for curves in launch(2, _curves, backend=backend(), timeout=230):
         averages = {name: _averages(losses) for name, losses in curves.items()}
         allowed = (averages["stock 1"] - averages["stock 2"]).abs().max().item()
         assert averages["stock 1"][-1] < 0.6 * averages["stock 1"][0], "nothing was learnt"

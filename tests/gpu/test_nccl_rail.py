@@ -1,4 +1,4 @@
-"""Rails of NCCL's host RMA between two GPUs of one host, each standing for a node, and training over them.
+"""Rails of NCCL's host RMA between two ranks of one host, each standing for a node, and training over them.
 
 Needs NCCL 2.31.2 or newer in the process, which torch may not bring: ``LD_PRELOAD=.../libnccl.so.2``. Multicast stays
 off, whatever the hardware has. Rates are printed and not judged.
@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from cards import backend
 from harness import launch, launch_raw
 from models import BF16, Case, build, full_parameters, train
 from test_fsdp2_gpu import SLOT_REUSE, deterministic
@@ -41,8 +42,6 @@ def no_multicast(environment: None) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     missing = missing_nccl()
     if missing is not None:
         pytest.skip(missing)
@@ -50,7 +49,6 @@ def found() -> list[dict[str, Any]]:
 
 
 def _work(rank: int, world: int, _: None) -> dict[str, Any]:
-    torch.cuda.set_device(rank)
     exchange = process_group_exchange(dist.group.WORLD, 60.0, "the test of the rail")
     started = time.monotonic()
     domains = NcclDomains(exchange, rank, Topology(world, 1), rank, 60.0, signals=4, multicast=False)
@@ -140,7 +138,7 @@ def _rates(rank: int, arena: NcclArena, rail: NcclRail) -> dict[int, tuple[float
         _all_ready()
         if rank == 0:
             source = torch.empty(nbytes, dtype=torch.uint8, device="cuda:0")
-            target = torch.empty(nbytes, dtype=torch.uint8, device="cuda:1")
+            target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{1 % torch.cuda.device_count()}")
             stream = torch.cuda.Stream()
             put, host = _rate(stream, nbytes, lambda s, n=nbytes: rail.put(1, at, n, *PLACE, HALF, 0, s.cuda_stream))
             with torch.cuda.stream(stream):
@@ -181,7 +179,8 @@ def test_rates_are_told(found, capsys) -> None:
     rates = found[0]["rates"]
     assert set(rates) == {MIB, 16 * MIB, 64 * MIB}
     with capsys.disabled():
-        print(f"\nNCCL rail between two GPUs, connected in {found[0]['connecting_s']:.1f} s")
+        cards, took = torch.cuda.device_count(), found[0]["connecting_s"]
+        print(f"\nNCCL rail between two ranks on {cards} GPUs, connected in {took:.1f} s")
         for nbytes, (put, copy, host) in rates.items():
             share = f"{put / copy:.0%} of a copy's {copy:.0f}"
             print(f"  put of {nbytes // MIB} MiB: {put:.0f} GB/s, {share}; {host:.1f} us of the host")
@@ -203,10 +202,9 @@ TRAINED = [
 ]
 
 
-def _train(rank: int, world: int, arg: tuple[str, int, list[Case]]) -> dict[str, dict[str, Any]]:
+def _train(rank: int, world: int, arg: tuple[str, list[Case]]) -> dict[str, dict[str, Any]]:
     """By case: whether losses and parameters are the same to the bit over both rails, and what each report says."""
-    topology, ranks_a_card, cases = arg
-    torch.cuda.set_device(rank // ranks_a_card)
+    topology, cases = arg
     deterministic()
     out: dict[str, dict[str, Any]] = {}
     for case in cases:
@@ -230,7 +228,7 @@ def _train(rank: int, world: int, arg: tuple[str, int, list[Case]]) -> dict[str,
 @pytest.fixture(scope="module")
 def trained(found: list[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
     """After the tests of the rail itself: without it there is nothing to train over."""
-    return launch(2, _train, ("2x1", 1, TRAINED), timeout=300, backend="cpu:gloo,cuda:nccl")
+    return launch(2, _train, ("2x1", TRAINED), timeout=300, backend=backend())
 
 
 @pytest.mark.parametrize("name", [c.name for c in TRAINED])
@@ -243,8 +241,7 @@ def test_training_over_nccls_rail_keeps_every_bit(trained, name: str) -> None:
 
 @pytest.mark.parametrize("topology", ["2x2", "4x1"])
 def test_several_ranks_a_card_train_over_it_too(found, topology: str) -> None:
-    with mock.patch.dict(os.environ, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}):
-        results = launch_raw(4, _train, (topology, 2, TRAINED[1:3]), timeout=200, backend="cpu:gloo,cuda:gloo")
+    results = launch_raw(4, _train, (topology, TRAINED[1:3]), timeout=200, backend="cpu:gloo,cuda:gloo")
     words = [str(r.error) for r in results]
     if all(r.error_type == "TideFallbackError" and "TIDE-F029" in w for r, w in zip(results, words, strict=True)):
         pytest.skip(f"this NCCL does not connect several ranks of a card: {words[0].splitlines()[-1]}")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tide_strategies._native import cuda
 from tide_strategies.cli.bench.pairs import Pair, parameter_shapes, stock_copy_out, stock_pack, world_exchange
-from tide_strategies.cli.bench.ranks import Place
+from tide_strategies.cli.bench.ranks import NO_STOCK, Place
 from tide_strategies.collectives.reduce_scatter import BANKS
 from tide_strategies.collectives.schedule import Item, Space
 from tide_strategies.layout import GroupLayout
@@ -26,7 +26,6 @@ from tide_strategies.topology import Topology
 
 _TIMEOUT_S = 60.0
 _GROUPS = 2
-NO_STOCK = "several ranks share a GPU, where torch's NCCL cannot run: no stock column"
 
 
 def pair(
@@ -91,10 +90,10 @@ def _all_gather(place: Place, shard_bytes: int, params: int, cast: bool, ctas: i
         layout,
         2 * layout.output_items,
         _gather_in_turn(groups, layout, place, shards, cast),
-        None if place.shares_card else stock,
+        stock if place.stock_runs else None,
         _pushes(place, 2 * layout.output_items),
         engine.close,
-        [NO_STOCK] if place.shares_card else [],
+        [] if place.stock_runs else [f"{NO_STOCK}: no stock column"],
     )
 
 
@@ -179,10 +178,10 @@ def _reduce_scatter(place: Place, shard_bytes: int, params: int, ctas: int, chun
         layout,
         4 * layout.output_items,
         ours,
-        None if place.shares_card else stock,
+        stock if place.stock_runs else None,
         limit,
         engine.close,
-        [NO_STOCK] if place.shares_card else [],
+        [] if place.stock_runs else [f"{NO_STOCK}: no stock column"],
     )
 
 

@@ -34,6 +34,11 @@ _LEAVE_S = 40.0
 #: To start processes and to bring up process groups, however short the limit of a job is.
 _START_S = 120.0
 
+#: Why there is nothing of stock's, where there is nothing.
+NO_STOCK = (
+    "several ranks share a GPU, where NCCL does not run (2.31.2 or newer does, with NCCL_MULTI_RANK_GPU_ENABLE=1)"
+)
+
 Row = dict[str, Any]
 
 
@@ -45,13 +50,16 @@ class Place:
         rank: this process.
         ranks: how many there are.
         device: what it measures on.
-        shares_card: several ranks drive one GPU, which stock NCCL refuses: the process group is gloo's.
+        shares_card: several ranks drive one GPU.
+        stock_runs: stock's collectives do. Where ranks share a GPU they need an NCCL that is told to let them
+            (``nccl_shares_cards``); else the process group is gloo's.
     """
 
     rank: int
     ranks: int
     device: torch.device
     shares_card: bool = False
+    stock_runs: bool = True
 
     @property
     def on_gpu(self) -> bool:
@@ -79,6 +87,13 @@ class Failure:
 def usable_gpus() -> int:
     """How many GPUs torch finds; makes no CUDA context here."""
     return torch.cuda.device_count()
+
+
+def nccl_shares_cards() -> bool:
+    """Whether this process's NCCL lets several ranks drive one GPU; it must be told to."""
+    from tide_strategies.runtime.cuda.nccl_domains import missing_nccl
+
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and missing_nccl() is None
 
 
 def meet() -> None:
@@ -214,13 +229,14 @@ def _rank(rank: int, ranks: int, device: str, store: str, jobs: list[Job], limit
 
 def _place(rank: int, ranks: int, device: str, store: str, limit_s: float) -> Place:
     torch.set_num_threads(1)
-    backend, shares_card, where = "gloo", False, torch.device("cpu")
+    backend, shares_card, stock_runs, where = "gloo", False, True, torch.device("cpu")
     if device == "cuda":
         gpus = torch.cuda.device_count()
         where, shares_card = torch.device("cuda", rank % gpus), ranks > gpus
         torch.cuda.set_device(where)
         torch.zeros(1, device=where)  # a context of its own, before anything asks for one
-        backend = "cpu:gloo,cuda:gloo" if shares_card else "cpu:gloo,cuda:nccl"
+        stock_runs = not shares_card or nccl_shares_cards()
+        backend = f"cpu:gloo,cuda:{'nccl' if stock_runs else 'gloo'}"
     dist.init_process_group(
         backend,
         init_method=f"file://{store}",
@@ -228,4 +244,4 @@ def _place(rank: int, ranks: int, device: str, store: str, limit_s: float) -> Pl
         world_size=ranks,
         timeout=datetime.timedelta(seconds=max(limit_s, _START_S)),
     )
-    return Place(rank, ranks, where, shares_card)
+    return Place(rank, ranks, where, shares_card, stock_runs)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tide_strategies.cli.bench.model import Block, Stack, loss_of
-from tide_strategies.cli.bench.ranks import Place
+from tide_strategies.cli.bench.ranks import NO_STOCK, Place
 from tide_strategies.fsdp2 import apply_tide
 
 _LR = 1e-4
@@ -109,8 +109,8 @@ def build(name: str, place: Place, size: ModelSize, options: dict[str, Any]) -> 
     if name == COMPUTE:
         return _compute_only(place, size)
     if name in (STOCK, STOCK_AGAIN):
-        if place.shares_card:
-            raise NotHereError("several ranks share a GPU, where torch's NCCL cannot run")
+        if not place.stock_runs:
+            raise NotHereError(NO_STOCK)
         return _sharded(name, place, size, _world_mesh(place))
     if name == SYMM_MEM:
         return _symmetric_memory(place, size)
