@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=positive, help="width of the SwiGLU (default: about 11/6 of the width)")
     parser.add_argument("--sequence", type=positive, default=4096, help="longest sequence (default: 4096)")
     parser.add_argument(
-        "--sweep", action="store_true", help=f"many sizes and plan auto; GPU: widths x depths {_sweep_words()}"
+        "--sweep",
+        action="store_true",
+        help=f"plan auto too, and many sizes if none is stated; GPU: widths x depths {_sweep_words()}",
     )
     parser.add_argument("--optimizer", action="store_true", help="time the optimizer too")
     parser.add_argument("--steps", type=positive, default=12, help="timed steps per variant and row (default: 12)")
@@ -87,6 +89,7 @@ def jobs(arguments: argparse.Namespace, device: str) -> list[Job]:
 
     default = _GPU if device == "cuda" else _CPU
     pairs = [(w, d) for w in arguments.widths or default["widths"] for d in arguments.depths or default["depths"]]
+    stated = arguments.widths or arguments.depths
     options = tide_options(arguments.option)
     variants = chosen_variants(arguments.variants, arguments.sweep)
     return [
@@ -105,7 +108,7 @@ def jobs(arguments: argparse.Namespace, device: str) -> list[Job]:
                 "names": variants,
             },
         )
-        for width, depth in (_SWEEP[device] if arguments.sweep else pairs)
+        for width, depth in (_SWEEP[device] if arguments.sweep and not stated else pairs)
     ]
 
 
