@@ -570,7 +570,10 @@ class nccl:
         def split(
             self, color: int, key: int, contexts: int, signals: int, channels: int, timeout_s: float
         ) -> nccl.Communicator:
-            """The ranks that name the same ``color``, in the order of their keys. Collective."""
+            """The ranks that name the same ``color``, in the order of their keys, for puts. Collective."""
+        @property
+        def in_call_s(self) -> float:
+            """Seconds that a call which meets no peer has been in NCCL by now; 0 if there is none."""
         @property
         def device(self) -> int: ...
         @property

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 #include <thread>
 
@@ -37,14 +38,26 @@ bool within(double seconds, std::function<void()> f) {
   return true;
 }
 
-Config config_of(const Limits& limits) {
+// A time that is 0 again at the end of the scope.
+struct Since {
+  explicit Since(std::atomic<int64_t>& ns) : ns(ns) { ns = now_ns(); }
+  ~Since() { ns = 0; }
+  Since(const Since&) = delete;
+  Since& operator=(const Since&) = delete;
+  std::atomic<int64_t>& ns;
+};
+
+Config config_of(const Limits& limits, bool blocking) {
   Config c;
-  c.blocking = 0;
+  c.blocking = blocking ? 1 : 0;
   c.min_ctas = c.max_ctas = static_cast<int>(limits.channels);
   c.comm_name = "tide";
   c.graph_usage_mode = 0;
   c.num_rma_ctx = static_cast<int>(limits.contexts);
-  if (limits.contexts > 0) c.num_rma_sig = static_cast<int>(limits.signals);
+  if (limits.contexts > 0) {
+    c.num_rma_sig = static_cast<int>(limits.signals);
+    c.rma_eager_init = 1;
+  }
   return c;
 }
 
@@ -89,10 +102,10 @@ std::shared_ptr<Communicator> Communicator::join(int64_t device, const std::stri
   (void)api();  // where there is no NCCL, that is the first thing to say
   forbid_multicast(multicast);
   cuda::Device& where = cuda::Device::get(device);
-  std::shared_ptr<Communicator> comm(new Communicator(where, limits));
+  std::shared_ptr<Communicator> comm(new Communicator(where, limits, false));
   UniqueId unique;
   std::memcpy(unique.internal, id.data(), sizeof unique.internal);
-  Config config = config_of(limits);
+  Config config = config_of(limits, false);
   {
     const cuda::Current current(where);
     const Result r =
@@ -113,9 +126,9 @@ std::shared_ptr<Communicator> Communicator::split(int64_t color, int64_t key, co
   between("key", key, 0, INT_MAX);
   check_limits(limits);
   const int64_t deadline = deadline_after(timeout_s);
-  std::shared_ptr<Communicator> child(new Communicator(device_, limits));
-  Config config = config_of(limits);
-  run("ncclCommSplit", deadline, [&](CommHandle comm) {
+  std::shared_ptr<Communicator> child(new Communicator(device_, limits, true));
+  Config config = config_of(limits, true);
+  run("ncclCommSplit", deadline, Peers::kMeets, [&](CommHandle comm) {
     return api().CommSplit(comm, static_cast<int>(color), static_cast<int>(key), child->handle_, &config);
   });
   if (*child->handle_ == nullptr) throw NcclError("ncclCommSplit gave no communicator");
@@ -125,15 +138,18 @@ std::shared_ptr<Communicator> Communicator::split(int64_t color, int64_t key, co
 }
 
 // The words of a timeout name the call; who is missing is known to the ranks, not to NCCL.
+void Communicator::go_on(const char* call, int64_t deadline_ns) {
+  if (stopping_) throw NcclError(std::string(call) + ": the communicator was aborted");
+  if (now_ns() < deadline_ns) return;
+  if (!stopping_.exchange(true)) give_up();
+  throw OsError(ETIMEDOUT, std::string(call) + " was not through in time: not every rank took part, or one cannot be "
+                                               "reached; the communicator was aborted");
+}
+
 void Communicator::settle(Result result, const char* call, CommHandle comm, int64_t deadline_ns) {
   const int64_t begun = now_ns();
   for (int64_t pause = 0; result == kInProgress;) {
-    if (stopping_) throw NcclError(std::string(call) + ": the communicator was aborted");
-    if (now_ns() >= deadline_ns) {
-      if (!stopping_.exchange(true)) give_up();
-      throw OsError(ETIMEDOUT, std::string(call) + " was not through in time: not every rank took part, or one cannot "
-                                                   "be reached; the communicator was aborted");
-    }
+    go_on(call, deadline_ns);
     // What is enqueued on a stream takes microseconds; the shortest sleep takes fifty.
     if (now_ns() - begun > kSpinNs) sleep_ns(pause = std::clamp<int64_t>(2 * pause, 20'000, 1'000'000));
     Result state = kSuccess;
@@ -147,7 +163,37 @@ void Communicator::query() {
   check(api().CommQueryProperties(*handle_, &properties_), "ncclCommQueryProperties", *handle_);
 }
 
-void Communicator::run(const char* call, int64_t deadline_ns, const std::function<Result(CommHandle)>& f) {
+Result Communicator::elsewhere(const char* call, int64_t deadline_ns, const std::function<Result(CommHandle)>& f) {
+  struct Outcome {
+    std::atomic<bool> known{false};
+    Result result = kSuccess;
+    std::exception_ptr error;
+  };
+  const auto outcome = std::make_shared<Outcome>();
+  std::thread([outcome, f, comm = *handle_, &device = device_] {
+    try {
+      const cuda::Current current(device);
+      outcome->result = f(comm);
+    } catch (...) {
+      outcome->error = std::current_exception();
+    }
+    outcome->known = true;
+  }).detach();
+  for (int64_t pause = 20'000; !outcome->known; pause = std::min<int64_t>(2 * pause, 1'000'000)) {
+    go_on(call, deadline_ns);
+    sleep_ns(pause);
+  }
+  if (outcome->error) std::rethrow_exception(outcome->error);
+  return outcome->result;
+}
+
+double Communicator::in_call_s() const {
+  const int64_t since = in_call_since_ns_;
+  return since == 0 ? 0 : static_cast<double>(now_ns() - since) / 1e9;
+}
+
+void Communicator::run(const char* call, int64_t deadline_ns, Peers peers,
+                       const std::function<Result(CommHandle)>& f) {
   std::unique_lock<std::timed_mutex> hold(lock_, std::defer_lock);
   while (!hold.try_lock_for(std::chrono::milliseconds(20)))
     if (stopping_ || now_ns() >= deadline_ns)
@@ -155,7 +201,13 @@ void Communicator::run(const char* call, int64_t deadline_ns, const std::functio
   if (closed()) throw NcclError(std::string(call) + ": the communicator was closed or aborted");
   const cuda::Current current(device_);
   const CommHandle comm = *handle_;
-  const Result r = f(comm);
+  Result r = kSuccess;
+  if (blocking_ && peers == Peers::kMeets) {
+    r = elsewhere(call, deadline_ns, f);
+  } else {
+    const Since since(in_call_since_ns_);
+    r = f(comm);
+  }
   // Registration says that it is through when a thread of NCCL's has only been given it.
   settle(r == kSuccess ? kInProgress : r, call, comm, deadline_ns);
 }
@@ -163,7 +215,7 @@ void Communicator::run(const char* call, int64_t deadline_ns, const std::functio
 void Communicator::close(double timeout_s) {
   if (closed()) return;
   try {
-    run("ncclCommFinalize", deadline_after(timeout_s), [](CommHandle comm) { return api().CommFinalize(comm); });
+    run("ncclCommFinalize", deadline_after(timeout_s), Peers::kMeets, [](CommHandle comm) { return api().CommFinalize(comm); });
   } catch (...) {
     abort();
     throw;
@@ -234,10 +286,12 @@ Window::Window(std::shared_ptr<Communicator> comm, Region region, double timeout
   if (region_.device != comm_->device().ordinal())
     throw std::invalid_argument("the memory is on device " + std::to_string(region_.device) +
                                 "; the communicator on " + std::to_string(comm_->device().ordinal()));
-  WindowHandle* const handle = handle_;
-  comm_->run("ncclCommWindowRegister", deadline_after(timeout_s), [&](CommHandle c) {
-    return api().CommWindowRegister(c, reinterpret_cast<void*>(region_.address), region_.bytes, handle, kCollSymmetric);
-  });
+  using Peers = Communicator::Peers;
+  comm_->run("ncclCommWindowRegister", deadline_after(timeout_s), Peers::kMeets,
+             [region = region_, handle = handle_](CommHandle c) {
+               return api().CommWindowRegister(c, reinterpret_cast<void*>(region.address), region.bytes, handle,
+                                               kCollSymmetric);
+             });
   if (*handle_ != nullptr) return;
   // NCCL reports success and gives no window where it cannot have symmetric memory.
   const Properties& p = comm_->properties();
@@ -254,7 +308,7 @@ void Window::close(double timeout_s) {
   WindowHandle handle = *handle_;
   *handle_ = nullptr;
   if (comm_->closed()) return;  // gone with it
-  comm_->run("ncclCommWindowDeregister", deadline_after(timeout_s),
+  comm_->run("ncclCommWindowDeregister", deadline_after(timeout_s), Communicator::Peers::kMeets,
              [handle](CommHandle comm) { return api().CommWindowDeregister(comm, handle); });
 }
 

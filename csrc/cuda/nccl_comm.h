@@ -1,7 +1,10 @@
 // Communicators of our own, the memory that they reach, and waiting for NCCL for a limited time.
 //
-// Communicators are non-blocking: what NCCL does in the background is waited for here, up to a deadline, and
-// everything that NCCL might sit in for ever runs on a thread that is left behind then.
+// The communicator of all is non-blocking: what NCCL does in the background is waited for here, up to a deadline. Those
+// that are split off it for puts are blocking: NCCL starts a thread for every call of a non-blocking one, which takes
+// the host 100 to 200 us a put where a blocking one takes 12 (two H200, NCCL 2.31.2). They connect when they are made,
+// so a put has nobody to wait for; one that does not come back all the same is seen by in_call_s(). Everything else
+// that NCCL might sit in for ever runs on a thread that is left behind then.
 #pragma once
 
 #include <atomic>
@@ -33,7 +36,7 @@ class Communicator {
   // NcclError if multicast is switched off but NCCL could make a multicast object all the same.
   static std::shared_ptr<Communicator> join(int64_t device, const std::string& id, int64_t ranks, int64_t rank,
                                             const Limits& limits, bool multicast, double timeout_s);
-  // The ranks that name the same colour, ordered by key; collective.
+  // The ranks that name the same colour, ordered by key, for puts; collective.
   std::shared_ptr<Communicator> split(int64_t color, int64_t key, const Limits& limits, double timeout_s);
 
   ~Communicator();
@@ -47,21 +50,30 @@ class Communicator {
   const Properties& properties() const { return properties_; }
   bool closed() const { return *handle_ == nullptr || stopping_; }
 
-  // Runs one call of NCCL, device and communicator current, and sees it through.
-  void run(const char* call, int64_t deadline_ns, const std::function<Result(CommHandle)>& f);
+  // Runs one call of NCCL, device current, and sees it through. One that meets peers must own what it uses.
+  enum class Peers { kAlone, kMeets };
+  void run(const char* call, int64_t deadline_ns, Peers peers, const std::function<Result(CommHandle)>& f);
+  // Seconds that a call which meets nobody has been in NCCL by now; 0 if there is none. From any thread.
+  double in_call_s() const;
   // Ends it in order; collective. What is not through after `timeout_s` is aborted.
   void close(double timeout_s);
   // Ends it at once, on this rank. From any thread, also while another is in run().
   void abort();
 
  private:
-  Communicator(cuda::Device& device, const Limits& limits) : device_(device), limits_(limits) {}
+  Communicator(cuda::Device& device, const Limits& limits, bool blocking)
+      : device_(device), limits_(limits), blocking_(blocking) {}
+  // Throws if the communicator is stopped or the deadline over; then it is aborted.
+  void go_on(const char* call, int64_t deadline_ns);
+  Result elsewhere(const char* call, int64_t deadline_ns, const std::function<Result(CommHandle)>& f);
   void settle(Result first, const char* call, CommHandle comm, int64_t deadline_ns);
   void query();
   void give_up();  // the rest of abort(), once stopping_ is set and no call of ours can follow
 
   cuda::Device& device_;
   Limits limits_;
+  bool blocking_;
+  std::atomic<int64_t> in_call_since_ns_{0};
   Properties properties_;
   // On the heap and left there if NCCL may still write it.
   CommHandle* handle_ = new CommHandle(nullptr);

@@ -77,6 +77,7 @@ void bind_comm(nb::module_& m) {
                        int64_t channels, double timeout_s) {
         return CommHandleObject{c.it->split(color, key, {contexts, signals, channels}, timeout_s)};
       }, "color"_a, "key"_a, "contexts"_a, "signals"_a, "channels"_a, "timeout_s"_a, Released())
+      .def_prop_ro("in_call_s", [](const CommHandleObject& c) { return c.it->in_call_s(); })
       .def_prop_ro("device", [](const CommHandleObject& c) { return c.it->device().ordinal(); })
       .def_prop_ro("ranks", [](const CommHandleObject& c) { return c.it->ranks(); })
       .def_prop_ro("rank", [](const CommHandleObject& c) { return c.it->rank(); })

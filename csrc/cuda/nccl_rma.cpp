@@ -10,6 +10,8 @@
 namespace tide::nccl {
 namespace {
 
+constexpr auto kAlone = Communicator::Peers::kAlone;
+
 StreamHandle own(uint64_t stream) { return cuda::own_stream(stream); }
 
 }  // namespace
@@ -47,7 +49,7 @@ void Rma::put(int64_t peer, uint64_t source, int64_t bytes, const Window& from, 
     this->signal(peer, signal, context, stream);
     return;
   }
-  comm_->run("ncclPutSignal", deadline_after(timeout_s_), [&](CommHandle comm) {
+  comm_->run("ncclPutSignal", deadline_after(timeout_s_), kAlone, [&](CommHandle comm) {
     return api().PutSignal(reinterpret_cast<const void*>(source), n, kInt8, static_cast<int>(peer), to.handle(),
                            static_cast<size_t>(offset), static_cast<int>(signal), static_cast<int>(context), 0, comm,
                            on);
@@ -57,7 +59,7 @@ void Rma::put(int64_t peer, uint64_t source, int64_t bytes, const Window& from, 
 void Rma::signal(int64_t peer, int64_t signal, int64_t context, uint64_t stream) {
   check_place(peer, signal, context);
   const StreamHandle on = own(stream);
-  comm_->run("ncclSignal", deadline_after(timeout_s_), [&](CommHandle comm) {
+  comm_->run("ncclSignal", deadline_after(timeout_s_), kAlone, [&](CommHandle comm) {
     return api().Signal(static_cast<int>(peer), static_cast<int>(signal), static_cast<int>(context), 0, comm, on);
   });
 }
@@ -81,7 +83,7 @@ void Rma::wait(std::vector<WaitSignal> signals, int64_t tag, uint64_t stream) {
   }
   // Without the lock: whoever watches must not be held up by a call that NCCL does not return from.
   w.begun->record(on);
-  comm_->run("ncclWaitSignal", deadline_after(timeout_s_), [&](CommHandle comm) {
+  comm_->run("ncclWaitSignal", deadline_after(timeout_s_), kAlone, [&](CommHandle comm) {
     return api().WaitSignal(static_cast<int>(signals.size()), signals.data(), comm, on);
   });
   w.over->record(on);

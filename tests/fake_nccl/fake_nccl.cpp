@@ -1,8 +1,9 @@
 // A stand-in for libnccl.so.2 over the fake driver (tests/fake_cuda), for tests on machines without a GPU.
 //
 // All ranks live in one process, on threads or one after the other. It has only what the rails call, and is stricter
-// than the real library where that catches mistakes. Every call answers as a non-blocking communicator may: "in
-// progress" first, and the result when asked again. Functions named fake_* are for tests.
+// than the real library where that catches mistakes. Every call of a non-blocking communicator answers as it may: "in
+// progress" first, and the result when asked again. Those of a blocking one return when they are through.
+// Functions named fake_* are for tests.
 //
 //   g++ -std=c++17 -O1 -shared -fPIC -pthread -Wl,-soname,libnccl.so.2 -o libnccl.so.2 fake_nccl.cpp
 //
@@ -37,7 +38,7 @@ using namespace tide::nccl;
 
 namespace {
 
-constexpr Result kInvalidArgument = 4, kInvalidUsage = 5;
+constexpr Result kInternalError = 3, kInvalidArgument = 4, kInvalidUsage = 5;
 
 struct Group;
 struct FakeWindow {
@@ -50,7 +51,7 @@ using Signal = std::tuple<int, int, int>;  // sender, signal, context
 struct FakeComm {
   std::shared_ptr<Group> group;
   int rank = 0, contexts = 1, signals = 1;
-  bool aborted = false, finalized = false;
+  bool blocking = false, aborted = false, finalized = false;
   std::vector<std::unique_ptr<FakeWindow>> windows;
   size_t registering = 0;             // calls of CommWindowRegister
   WindowHandle* window_to = nullptr;  // where the last of them wants its handle
@@ -95,7 +96,7 @@ bool failing(const char* name, Result* result) {
 }
 
 #define ENTER(name)                                 \
-  std::lock_guard<std::mutex> hold(world().lock);   \
+  std::unique_lock<std::mutex> hold(world().lock);  \
   if (Result failed; failing(name, &failed)) return failed
 
 FakeComm* known(CommHandle handle) {
@@ -103,14 +104,18 @@ FakeComm* known(CommHandle handle) {
   return world().comms.count(comm) != 0 && !comm->aborted ? comm : nullptr;
 }
 
+// With contexts for puts they are connected at once: a blocking communicator would wait for peers in a put.
 bool sound(const Config* c) {
-  return c->size == sizeof(Config) && c->magic == kMagic && c->version == kVersion && c->blocking == 0 &&
+  return c->size == sizeof(Config) && c->magic == kMagic && c->version == kVersion &&
+         (c->blocking == 0 || c->blocking == 1) && (c->num_rma_ctx == 0 || c->rma_eager_init == 1) &&
          c->min_ctas == c->max_ctas && c->max_ctas >= 1;
 }
 void take(FakeComm* comm, const Config* c) {
   comm->contexts = c->num_rma_ctx == kUndefined ? 1 : c->num_rma_ctx;
   comm->signals = c->num_rma_sig == kUndefined ? 1 : c->num_rma_sig;
-  world().last_config = "contexts=" + std::to_string(comm->contexts) + " channels=" + std::to_string(c->max_ctas);
+  comm->blocking = c->blocking == 1;
+  world().last_config = "contexts=" + std::to_string(comm->contexts) + " channels=" + std::to_string(c->max_ctas) +
+                        " blocking=" + std::to_string(c->blocking);
 }
 
 using Submit = int (*)(void*, void (*)(void*), void*);
@@ -164,6 +169,17 @@ bool through(FakeComm* comm) {
   return true;
 }
 
+// What a call returns that has been given to the communicator: at once, or when it is through.
+Result answer(FakeComm* comm, Result at_once, std::unique_lock<std::mutex>& hold) {
+  if (!comm->blocking || (at_once != kSuccess && at_once != kInProgress)) return at_once;
+  while (!comm->aborted && !through(comm)) {
+    hold.unlock();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    hold.lock();
+  }
+  return comm->aborted ? kInternalError : kSuccess;
+}
+
 }  // namespace
 
 // --- for tests ---
@@ -209,7 +225,7 @@ EXPORT Result ncclGetUniqueId(UniqueId* id) {
 }
 EXPORT Result ncclCommInitRankConfig(CommHandle* out, int ranks, UniqueId id, int rank, Config* config) {
   ENTER("ncclCommInitRankConfig");
-  if (!sound(config) || rank < 0 || rank >= ranks) return kInvalidArgument;
+  if (!sound(config) || config->blocking != 0 || rank < 0 || rank >= ranks) return kInvalidArgument;
   auto& group = world().groups[std::string(id.internal, sizeof id.internal)];
   if (group == nullptr) group = std::make_shared<Group>();
   group->ranks = ranks;
@@ -277,7 +293,7 @@ EXPORT Result ncclCommFinalize(CommHandle handle) {
     if (w->memory != nullptr) return kInvalidUsage;  // a window is still registered
   comm->finalized = true;
   comm->pending = "ncclCommFinalize";
-  return kInProgress;
+  return answer(comm, kInProgress, hold);
 }
 EXPORT Result ncclCommDestroy(CommHandle handle) {
   ENTER("ncclCommDestroy");
@@ -311,7 +327,7 @@ EXPORT Result ncclCommWindowRegister(CommHandle handle, void* buffer, size_t byt
   ++comm->registering;
   comm->window_to = out;
   comm->pending = "ncclCommWindowRegister";
-  return kSuccess;  // as NCCL does, though it is not through
+  return answer(comm, kSuccess, hold);  // as NCCL does, though it is not through
 }
 EXPORT Result ncclCommWindowDeregister(CommHandle handle, WindowHandle window) {
   ENTER("ncclCommWindowDeregister");
@@ -320,7 +336,7 @@ EXPORT Result ncclCommWindowDeregister(CommHandle handle, WindowHandle window) {
   if (comm == nullptr || w->comm != comm || w->memory == nullptr) return kInvalidArgument;
   w->memory = nullptr;
   comm->pending = "ncclCommWindowDeregister";
-  return kSuccess;
+  return answer(comm, kSuccess, hold);
 }
 EXPORT Result ncclGetPeerDevicePointer(WindowHandle window, size_t offset, int peer, void** out) {
   ENTER("ncclGetPeerDevicePointer");
@@ -345,10 +361,11 @@ RMA Result ncclPutSignal(const void* source, size_t count, int type, int peer, W
   char* memory = to->windows.at(w->index)->memory + offset;
   std::atomic<int64_t>* come = cell(to, {comm->rank, signal, context});
   comm->pending = "ncclPutSignal";
-  return enqueue(comm, stream, [=] {
+  const Result r = enqueue(comm, stream, [=] {
     std::memcpy(memory, from, count);
     come->fetch_add(1);
   });
+  return answer(comm, r, hold);
 }
 RMA Result ncclSignal(int peer, int signal, int context, unsigned flags, CommHandle handle, StreamHandle stream) {
   ENTER("ncclSignal");
@@ -356,7 +373,7 @@ RMA Result ncclSignal(int peer, int signal, int context, unsigned flags, CommHan
   if (comm == nullptr || !place(comm, peer, signal, context, flags) || comm->windows.empty()) return kInvalidUsage;
   std::atomic<int64_t>* come = cell(comm->group->joined.at(peer), {comm->rank, signal, context});
   comm->pending = "ncclSignal";
-  return enqueue(comm, stream, [=] { come->fetch_add(1); });
+  return answer(comm, enqueue(comm, stream, [=] { come->fetch_add(1); }), hold);
 }
 RMA Result ncclWaitSignal(int n, WaitSignal* signals, CommHandle handle, StreamHandle stream) {
   ENTER("ncclWaitSignal");
@@ -370,8 +387,9 @@ RMA Result ncclWaitSignal(int n, WaitSignal* signals, CommHandle handle, StreamH
     until.emplace_back(cell(comm, from), comm->taken[from] += s.count);
   }
   comm->pending = "ncclWaitSignal";
-  return enqueue(comm, stream, [until] {
+  const Result r = enqueue(comm, stream, [until] {
     for (const auto& [come, wanted] : until)
       while (*come < wanted) std::this_thread::sleep_for(std::chrono::microseconds(200));
   });
+  return answer(comm, r, hold);
 }

@@ -128,7 +128,7 @@ def communicators_are_scoped_to_what_they_connect():
         rail.check()
         assert arena.bytes == 2 * MIB  # whole granules
         assert [arena.peer_address(r) for r in range(4)] == [a.address for _, a, _ in made]
-    assert library.fake_nccl_last_config() == b"contexts=4 channels=1"
+    assert library.fake_nccl_last_config() == b"contexts=4 channels=1 blocking=1"
     assert library.fake_nccl_calls(b"ncclCommWindowRegister") == 8, "each arena in both domains"
     rails = [rail for _, _, rail in made]
     threads(4, lambda _, rank: rails[rank].close())
@@ -336,6 +336,38 @@ def no_step_outlasts_its_bound():
             assert f"{call} was not through in time: not every rank took part" in str(error)
         assert library.fake_nccl_calls(b"ncclCommAbort") >= aborts + 2
         library.fake_nccl_stick(call.encode(), 0)
+
+
+@scenario
+def a_put_that_nccl_does_not_return_from_is_found_and_ended():
+    """It has nobody to wait for, so no deadline of its own; who watches sees it, and stops the rank."""
+    library = load()
+    rail, arena = (made := connected(timeout_s=0.3))[0][2], made[0][1]
+    stream = cuda.Stream(0, 0)
+    library.fake_nccl_stick(b"ncclPutSignal", 1)
+    errors = []
+
+    def put():
+        try:
+            rail.put(1, arena.address, 16, *PLACE, 0, 0, stream.handle)
+        except Exception as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    started = time.monotonic()
+    with raises(
+        TideTimeoutError, "timeout_s=0.3: NCCL does not return from a call of rank 0 on the rail. All ranks stop"
+    ):
+        while time.monotonic() - started < 10:
+            rail.check()
+            time.sleep(0.02)
+    assert time.monotonic() - started > 0.25
+    assert thread.is_alive()
+    rail.stop()
+    thread.join(10)
+    assert [type(e) for e in errors] == [TidePeerError], errors
+    assert "could not put 16 bytes to rank 1 on the rail: ncclPutSignal" in str(errors[0])
 
 
 @scenario

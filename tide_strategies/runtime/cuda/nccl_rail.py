@@ -137,9 +137,9 @@ class NcclRail:
         self._do(f"wait for rank {writer}", lambda: self._of(counter).wait(signals, counter, stream))
 
     def check(self) -> None:
-        """Raise if a stream has been blocked in :meth:`take` for longer than ``timeout_s``.
+        """Raise if a stream has been blocked in :meth:`take`, or the host in NCCL, for longer than ``timeout_s``.
 
-        Time counts from the first check that finds it there, so it is to be called every now and then.
+        A stream's time counts from the first check that finds it there, so it is to be called every now and then.
 
         Raises:
             TideTimeoutError: naming what is awaited, and of whom.
@@ -149,6 +149,11 @@ class NcclRail:
                 f"TIDE: no progress within timeout_s={self.timeout_s:g}: rank {self.rank} awaits {self._words(wait)} "
                 "on the rail. If that rank only needs longer (a slow data loader, a checkpoint), raise timeout_s. "
                 f"{_STOP}"
+            )
+        if any(comm.in_call_s > self.timeout_s for comm in self._domains.rails):
+            raise TideTimeoutError(
+                f"TIDE: no progress within timeout_s={self.timeout_s:g}: NCCL does not return from a call of rank "
+                f"{self.rank} on the rail. {_STOP}"
             )
 
     def stop(self) -> None:
