@@ -31,6 +31,9 @@ VACATED = Counter("vacated")
 #: Grows when a rank's shards are in every local landing.
 LANDED = Counter("landed")
 
+#: Thread blocks of a GPU's cast for each of its sum: a sum keeps pace with links, a cast with memory.
+CAST_CTAS = 2
+
 _CAST = {(Item.F32, 2): Item.BF16, (Item.BF16, 4): Item.F32}
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from tide_strategies.collectives.all_gather import CAST_CTAS
 from tide_strategies.collectives.schedule import (
     NODE,
     SELF,
@@ -71,6 +72,7 @@ class Machine:
             "local": r.local,
             "memory": r.memory,
             "sum": self.sum_ctas * r.sum_per_cta,
+            "cast": CAST_CTAS * self.sum_ctas * r.sum_per_cta,
             "land": min(self.landing_ctas * r.land_per_cta, r.land_cap),
         }[kind]
 
@@ -301,7 +303,7 @@ class _Replay:
         first = ops[0]
         if isinstance(first, Copy) and self._by_kernel(rank, ops):
             moved = sum(op.items * (op.src_item.size + op.dst_item.size) for op in ops if isinstance(op, Copy))
-            return [(moved, {("sum", rank): 1.0, self._memory(rank): 1.0}, _nothing)]
+            return [(moved, {("cast", rank): 1.0, self._memory(rank): 1.0}, _nothing)]
         if isinstance(first, Copy):
             to: dict[tuple[int, int], float] = {}
             for op in ops:
@@ -334,7 +336,7 @@ class _Replay:
         return [(total, {("local", rank): 1.0, memory: 1.0}, _nothing)]
 
     def _by_kernel(self, rank: int, ops: Sequence[Op]) -> bool:
-        """Whether a GPU casts here: its kernel has the thread blocks of a sum."""
+        """Whether a GPU casts here, with a kernel."""
         casts = (
             isinstance(op, Copy) and op.src_item is not op.dst_item and op.src.at == SELF and op.dst.at in (SELF, rank)
             for op in ops

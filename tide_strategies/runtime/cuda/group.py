@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from tide_strategies.collectives.all_gather import all_gather, reuse
+from tide_strategies.collectives.all_gather import CAST_CTAS, all_gather, reuse
 from tide_strategies.collectives.all_gather_nodes import all_gather_nodes, slot_offsets
 from tide_strategies.collectives.plan import BasePlan
 from tide_strategies.collectives.rail_lane import one_wave
@@ -194,8 +194,7 @@ class CudaGroup(LandingGroup):
     def prepare_casts(self) -> None:
         """Let a kernel of ours cast fp32 shards to bf16, which then is part of :meth:`send`.
 
-        It has twice the thread blocks of a sum: those keep pace with links, a cast with memory. Only if shards are not
-        :attr:`staged`; otherwise the caller goes on casting.
+        Only if shards are not :attr:`staged`; otherwise the caller goes on casting.
         """
         if self.staged:
             return
@@ -207,7 +206,7 @@ class CudaGroup(LandingGroup):
         self._cast_aligned = self._aligned(range(len(shards)), ()) and sums_aligned(schedule, False)
         if collective.program.sum_kinds:  # this rank has something of them
             kernel = self._kernels.sum(0, len(shards), Item.F32, Item.BF16, self._cast_aligned)
-            self._set_kernel(collective, 0, kernel, 2 * self._ctas[False])
+            self._set_kernel(collective, 0, kernel, CAST_CTAS * self._ctas[False])
             self._cast_kernels = (kernel,)
         self._casting = collective
 
