@@ -131,11 +131,6 @@ def test_an_unchanged_script(tmp_path):
     check(launch(tmp_path, ACCELERATE, "train.py"), tmp_path)
 
 
-def test_the_same_where_the_entry_point_is_switched_off(tmp_path):
-    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TIDE_AUTOLOAD": "0", "PYTHONPATH": str(ROOT)}
-    check(launch(tmp_path, ["tide_strategies.launch"], "train.py", **off), tmp_path)
-
-
 @pytest.mark.usefixtures("installed")
 def test_an_error_on_one_rank_ends_the_job(tmp_path):
     done = launch(tmp_path, ["accelerate.commands.launch"], "train.py", "--fail")  # as documented for debuggers

@@ -52,7 +52,7 @@ def ended(jobs: list[tuple[subprocess.Popen[bytes], Path]], seconds: float) -> l
     return codes
 
 
-@pytest.mark.parametrize("local_ranks", [1, 2])
+@pytest.mark.parametrize("local_ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_hosts_train_like_stock(hosts: tuple[Host, Host], local_ranks: int, tmp_path: Path) -> None:
     jobs = torchrun(hosts, local_ranks, 29650 + local_ranks, tmp_path, "4", "30")
     codes = ended(jobs, 150)
