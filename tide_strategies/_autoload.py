@@ -102,11 +102,11 @@ def _run_hook_after_exec(spec: ModuleSpec) -> None:
     if loader is None:
         return
     exec_module = loader.exec_module
-    get_code = getattr(loader, "get_code", None)
+    own_code = getattr(loader, "get_code", None) if spec.name in _PROGRAMS else None
 
     def exec_then_hook(module: ModuleType) -> None:
-        if get_code is not None:
-            loader.get_code = get_code  # type: ignore[attr-defined]  # an import, which wants the module's own
+        if own_code is not None:
+            loader.get_code = own_code  # type: ignore[attr-defined]  # this is an import
         exec_module(module)
         _run_hook(spec.name, module)
 
@@ -116,7 +116,7 @@ def _run_hook_after_exec(spec: ModuleSpec) -> None:
 
     try:
         loader.exec_module = exec_then_hook  # type: ignore[method-assign]
-        if get_code is not None and spec.name in _PROGRAMS:
+        if own_code is not None:
             loader.get_code = code_of_program  # type: ignore[attr-defined]  # what ``runpy`` asks for
     except AttributeError as error:
         _warn_once(spec.name, f"TIDE cannot hook the import of {spec.name} ({error}); it is not available there")

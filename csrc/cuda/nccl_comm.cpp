@@ -215,7 +215,8 @@ void Communicator::run(const char* call, int64_t deadline_ns, Peers peers,
 void Communicator::close(double timeout_s) {
   if (closed()) return;
   try {
-    run("ncclCommFinalize", deadline_after(timeout_s), Peers::kMeets, [](CommHandle comm) { return api().CommFinalize(comm); });
+    run("ncclCommFinalize", deadline_after(timeout_s), Peers::kMeets,
+        [](CommHandle comm) { return api().CommFinalize(comm); });
   } catch (...) {
     abort();
     throw;
