@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
+import json
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from tide_strategies.collectives.plan import BasePlan, refusals
 from tide_strategies.collectives.reduce_scatter import reduce_scatter
@@ -16,7 +19,7 @@ from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.planner.architectures import PRESETS, preset
 from tide_strategies.topology import Topology
 from tide_strategies.verify.base_plans import base_plans, connections, copy_descriptors
-from tide_strategies.verify.faults import FAULTS, broken, found, places, schedules
+from tide_strategies.verify.faults import FAULTS, Fault, broken, found, places, schedules
 from tide_strategies.verify.violation import Violation
 from tide_strategies.verify.workloads import Workload, variants
 
@@ -36,6 +39,8 @@ _CHUNK_BYTES = 8 * 1024 * 1024
 _SAMPLE = ((2, 2, 2, 2, 1), (3, 2, 2, 1, 1), (5, 2, 1, 2, 2), (5, 4, 4, 2, 1), (9, 2, 2, 2, 1), (4, 3, 3, 1, 3))
 #: Nodes of the sample's groups with one rank on each.
 _LANES = (2, 5, 10)
+#: Faults that may change nothing at a place (a signal that comes first anyway); of every other, each must be found.
+_MAY_CHANGE_NOTHING = frozenset({"early signal", "wait that comes late", "wait for too much"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--passes", type=int, default=1, help="sub-slice passes (with --base-plans or --topology)")
     parser.add_argument("--slot-reuse", action="store_true", help="outbox of two rounds (with --topology)")
     parser.add_argument("--calls", type=int, default=3, help="calls in a row (with --topology; default: 3)")
+    parser.add_argument("--json", action="store_true", help="print JSON; progress goes to stderr")
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Whether nothing is wrong, the last line in words, and the same for machines."""
+
+    ok: bool
+    words: str
+    facts: dict[str, Any]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,6 +72,34 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.passes < 1 or arguments.calls < 1:
         print("tide verify: --passes and --calls must be at least 1", file=sys.stderr)
         return 2
+    start = time.perf_counter()
+    with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
+        outcome = _outcome(arguments)
+    if arguments.json:
+        print(json.dumps({"ok": outcome.ok, "seconds": time.perf_counter() - start, **outcome.facts}, indent=1))
+    if not outcome.ok:
+        print(f"tide verify: {outcome.words}", file=sys.stderr)
+    elif not arguments.json:
+        print(outcome.words)
+    return 0 if outcome.ok else 1
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A fault in a schedule: at how many places it was tried, and at how many found. ``always``: it must be at all."""
+
+    schedule: str
+    fault: str
+    places: int
+    found: int
+    always: bool
+
+    @property
+    def missed(self) -> bool:
+        return self.found < (self.places if self.always else 1)
+
+
+def _outcome(arguments: argparse.Namespace) -> _Outcome:
     if arguments.base_plans:
         return _base_plans(arguments.passes)
     if arguments.faults:
@@ -66,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     return _all("sample", _sample())
 
 
-def _base_plans(passes: int) -> int:
+def _base_plans(passes: int) -> _Outcome:
     start = time.perf_counter()
     counts = None
     for counts in base_plans(passes=passes):
@@ -74,13 +117,21 @@ def _base_plans(passes: int) -> int:
             print(f"up to {counts.nodes:>4} nodes: accepted {counts.accepted} rejected {counts.rejected}", flush=True)
     assert counts is not None
     flat, coalesced = copy_descriptors(64, 8, 30)
+    in_schedule = _copies(64, 8, 30)
     whole, rails = connections(8, 8)
     print(f"copies per reduce-scatter at 64x8 with 30 parameters: at most {flat} flat, {coalesced} coalesced; ", end="")
-    print(f"{_copies(64, 8, 30)} in a schedule, whose sub-slices meet few parameters each")
+    print(f"{in_schedule} in a schedule, whose sub-slices meet few parameters each")
     print(f"queue pairs of a rank at 8x8: {whole[0]}, by rails {rails[0]}; barrier steps: {whole[1]}, {rails[1]}")
     print(f"{time.perf_counter() - start:.0f} s")
-    print(f"accepted {counts.accepted} rejected {counts.rejected}")
-    return 0
+    facts = {
+        "nodes": counts.nodes,
+        "accepted": counts.accepted,
+        "rejected": counts.rejected,
+        "copies": {"flat": flat, "coalesced": coalesced, "in_schedule": in_schedule},
+        "queue_pairs": {"whole": whole[0], "rails": rails[0]},
+        "barrier_steps": {"whole": whole[1], "rails": rails[1]},
+    }
+    return _Outcome(True, f"accepted {counts.accepted} rejected {counts.rejected}", facts)
 
 
 def _layouts(name: str, ranks: int) -> dict[str, GroupLayout]:
@@ -106,7 +157,7 @@ def _copies(nodes: int, local_ranks: int, params: int) -> int:
     return sum(isinstance(op, Copy) for op in schedule.streams["read"])
 
 
-def _real(arguments: argparse.Namespace) -> int:
+def _real(arguments: argparse.Namespace) -> _Outcome:
     topology: Topology = arguments.topology
     plan = None
     # One rank a node has collectives of its own, without a choice of plans.
@@ -116,8 +167,7 @@ def _real(arguments: argparse.Namespace) -> int:
         plan = BasePlan(topology.nodes, width, width, 4, arguments.slot_reuse, arguments.passes)
         why = refusals(plan)
         if why:
-            print(f"tide verify: refused: {'; '.join(why)}", file=sys.stderr)
-            return 1
+            return _Outcome(False, f"refused: {'; '.join(why)}", {"refused": list(why)})
     base = Workload(
         "reduce-scatter",
         topology,
@@ -161,7 +211,7 @@ def _uneven(n: int) -> tuple[GroupLayout, GroupLayout]:
     )
 
 
-def _all(what: str, work: list[tuple[str, Workload]]) -> int:
+def _all(what: str, work: list[tuple[str, Workload]]) -> _Outcome:
     start = time.perf_counter()
     results = 0
     for name, workload in work:
@@ -170,43 +220,62 @@ def _all(what: str, work: list[tuple[str, Workload]]) -> int:
         try:
             results += workload.verify()
         except Violation as violation:
-            print(f"{name}: {violation}", file=sys.stderr)
-            return 1
+            wrong = {"workload": name, "kind": violation.kind, "words": str(violation)}
+            return _Outcome(False, f"{name}: {violation}", {"what": what, "results": results, "violations": [wrong]})
         finally:
             gc.enable()
         threads = "one thread" if workload.interleave else "side by side"
         landing = ", multicast" if workload.multicast else ""
         print(f"clean: {name} ({threads}{landing}, {time.perf_counter() - begin:.1f} s)", flush=True)
     took = time.perf_counter() - start
-    print(f"{what}: {len(work)} workloads, {results} results complete, nothing wrong ({took:.0f} s)")
-    return 0
+    words = f"{what}: {len(work)} workloads, {results} results complete, nothing wrong ({took:.0f} s)"
+    return _Outcome(True, words, {"what": what, "workloads": len(work), "results": results, "violations": []})
 
 
-def _faults() -> int:
+def _faults() -> _Outcome:
     groups = (
         GroupLayout((ParamShape(12, 4, 2),), 6),
         GroupLayout((ParamShape(24, 3, 2), ParamShape(6, 4, 2)), 6),
     )
-    missed = total = 0
     nodes = Workload("all-gather", Topology(3, 2), groups, plan=BasePlan(3, 2, 2, 1), head_bytes=20)
     lane = Workload("all-gather", Topology(6, 1), groups, lane=True)
+    tried = []
     for which, kind in itertools.product((nodes, lane), ("all-gather", "reduce-scatter")):
         base, name = replace(which, kind=kind), f"{kind} of a lane" if which.lane else kind
         for fault in FAULTS:
-            hit = caught = 0
-            for interleave, multicast in itertools.product((True, False), (False,) if base.lane else (False, True)):
-                alike = [replace(base, interleave=interleave, multicast=multicast, ahead=a) for a in (True, False)]
-                schedule = schedules(alike[0], kind)[0]
-                for place in places(schedule, fault.hits):
-                    change = broken(fault, kind, 0, place, schedule.streams[place[0]][place[1]])
-                    hit, caught = hit + 1, caught + (found(alike, change, count=True) is not None)
+            hit, caught = _places_found(base, fault)
             if not hit:
                 continue
-            total += 1
-            missed += caught == 0
-            print(f"{name}: {fault.name}: {caught} of {hit} found; the rest runs clean", flush=True)
-    print(f"{total} kinds of faults, {missed} never found")
-    return 1 if missed else 0
+            one = _Tried(name, fault.name, hit, caught, fault.name not in _MAY_CHANGE_NOTHING)
+            tried.append(one)
+            rest = ": MISSED" if one.missed else "; the rest runs clean" if caught < hit else ""
+            print(f"{name}: {fault.name}: {caught} of {hit} found{rest}", flush=True)
+    missed = [t for t in tried if t.missed]
+    kinds, everywhere = len({t.fault for t in tried}), sum(t.places for t in tried)
+    words = f"{kinds} kinds of faults, {len(tried)} pairs of a kind and a schedule, {everywhere} places"
+    facts = {
+        "kinds": kinds,
+        "pairs": len(tried),
+        "places": everywhere,
+        "missed": len(missed),
+        "faults": [asdict(t) for t in tried],
+    }
+    if missed:
+        which_ones = "; ".join(f"{t.fault} of the {t.schedule} ({t.found} of {t.places})" for t in missed)
+        return _Outcome(False, f"{words}; not found where it must be: {which_ones}", facts)
+    return _Outcome(True, f"{words}: each found wherever it must be", facts)
+
+
+def _places_found(base: Workload, fault: Fault) -> tuple[int, int]:
+    """At how many places of the schedules of rank 0 a fault hits, and at how many it is found."""
+    hit = caught = 0
+    for interleave, multicast in itertools.product((True, False), (False,) if base.lane else (False, True)):
+        alike = [replace(base, interleave=interleave, multicast=multicast, ahead=a) for a in (True, False)]
+        schedule = schedules(alike[0], base.kind)[0]
+        for place in places(schedule, fault.hits):
+            change = broken(fault, base.kind, 0, place, schedule.streams[place[0]][place[1]])
+            hit, caught = hit + 1, caught + (found(alike, change, count=True) is not None)
+    return hit, caught
 
 
 def _topology(text: str) -> Topology:
