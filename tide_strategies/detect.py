@@ -58,7 +58,7 @@ FALLBACKS: dict[str, tuple[str, str]] = {
     ),
     "TIDE-F020": (
         "the ranks cannot share memory: {}",
-        "run the ranks of a node on one host, or leave topology and rail on auto",
+        "run the ranks of a node on one host and on GPUs that reach each other, or leave topology and rail on auto",
     ),
     "TIDE-F021": (
         "there is no room for the shared arena: {}",

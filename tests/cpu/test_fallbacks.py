@@ -522,8 +522,8 @@ def test_every_code_that_a_cpu_can_provoke_is_provoked_here() -> None:
     provoked |= {"TIDE-F010", "TIDE-F014", "TIDE-F030", "TIDE-F031", "TIDE-F101"}
     provoked |= {"TIDE-F020", "TIDE-F021", "TIDE-F022", "TIDE-F024", "TIDE-F028"}
     provoked |= {"TIDE-F026", "TIDE-F027"}  # test_calibration.py; test_rails.py, which has hosts
-    # F009, F016, F017, F018 and F023 need another device (tests/unit/test_eligibility.py has F017 and F018); FSDP2
-    # makes no group without parameters (F011); F102 and F103 are the guards' own (tests/unit/test_guards.py) and take
+    # tests/unit/test_eligibility.py has F009, F011 (FSDP2 makes no group without parameters) and F016 to F018;
+    # tests/unit/test_rail_parts.py has F023; F102 and F103 are the guards' own (tests/unit/test_guards.py) and take
     # the path that F101 takes here; F029 is of rails between GPUs (tests/unit/test_native_nccl.py).
     elsewhere = ("F009", "F011", "F016", "F017", "F018", "F023", "F029", "F102", "F103")
     assert FALLBACKS.keys() - provoked == {f"TIDE-{code}" for code in elsewhere}

@@ -6,9 +6,12 @@ import errno
 import os
 import threading
 import time
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
+from ranks import threads
 from stage import (
     AWAIT,
     COPY,
@@ -29,6 +32,8 @@ from stage import (
 )
 
 from tide_strategies._native import cuda
+from tide_strategies.detect import fallback
+from tide_strategies.runtime.cuda import memory as device_memory
 
 
 @scenario
@@ -183,6 +188,37 @@ def default_streams_are_refused():
         call.enqueue(1, 77)
     with raises(RuntimeError, "CUDA_ERROR_INVALID_HANDLE"):
         call.enqueue(0, 77)
+
+
+@scenario
+def gpus_without_peer_access_keep_stock_collectives_and_are_told_so():
+    """The fake driver's devices all reach each other, so that a peer's memory cannot be mapped is put in its place."""
+    of_peers = []
+
+    class Allocation:
+        def __new__(cls, device, nbytes):
+            return cuda.Allocation(device, nbytes)
+
+        @staticmethod
+        def from_fd(fd, nbytes, device):
+            of_peers.append(cuda.Allocation.from_fd(fd, nbytes, device))
+            return of_peers[-1]
+
+    def mapping(source, device):
+        if any(source is peer for peer in of_peers):
+            raise RuntimeError("cuMemSetAccess: peer access is not supported between these two devices")
+        return cuda.Mapping(source, device)
+
+    def share(exchange, rank):
+        return device_memory.share_allocation(exchange, rank, 2, 10.0, rank, 2 * MIB)
+
+    with mock.patch.object(device_memory, "cuda", SimpleNamespace(Allocation=Allocation, Mapping=mapping)):
+        errors = threads(2, share)
+    assert [e.code for e in errors] == ["TIDE-F020"] * 2
+    verdict = fallback(errors[0].code, errors[0])
+    assert "cannot share memory: TIDE: mapping the device memory of rank 0 failed. rank 1: " in verdict.reason
+    assert "peer access is not supported" in verdict.reason
+    assert "on GPUs that reach each other" in verdict.remedy
 
 
 if __name__ == "__main__":

@@ -16,11 +16,13 @@ from torch.distributed.fsdp import fully_shard
 
 from tide_strategies.cli.offline import imagined_job
 from tide_strategies.config import TideConfig
+from tide_strategies.detect import Verdict, fallback
 from tide_strategies.errors import TideError
 from tide_strategies.fsdp2 import access
 from tide_strategies.fsdp2.describe import lazy_init_on_meta
 from tide_strategies.fsdp2.eligibility import group_verdict, stated_topology
 from tide_strategies.fsdp2.param_group import TideParamGroup
+from tide_strategies.runtime.cuda import capability
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +31,10 @@ def job() -> Iterator[None]:
         yield
 
 
-def verdicts(change: Callable[[Any], None] = lambda model: None, parameters: int = 2, **options: Any) -> list[str]:
-    """Codes of a model of two blocks with ``parameters`` vectors each; ``change`` is applied after fully_shard."""
+def verdicts(
+    change: Callable[[Any], None] = lambda model: None, parameters: int = 2, whole: bool = False, **options: Any
+) -> list[Any]:
+    """Codes (or ``whole`` verdicts) of two blocks with ``parameters`` vectors each; fully_shard, then ``change``."""
     with torch.device("meta"):
         blocks = [nn.ParameterList([nn.Parameter(torch.empty(32)) for _ in range(parameters)]) for _ in range(2)]
         model = nn.ModuleList(nn.Sequential() for _ in blocks)
@@ -43,11 +47,18 @@ def verdicts(change: Callable[[Any], None] = lambda model: None, parameters: int
     groups = [g for root in model for g in access.param_groups(root)]
     for root in model:
         lazy_init_on_meta(root)
-    return [group_verdict(g, TideConfig.from_any(options)).code for g in groups]
+    found = [group_verdict(g, TideConfig.from_any(options)) for g in groups]
+    return found if whole else [v.code for v in found]
 
 
-def as_gpu(groups: list[Any]) -> Any:
-    return mock.patch.multiple(groups[0], device=torch.device("cuda"))
+def on(device: str) -> Callable[[Any], None]:
+    """Move a block's group there, by name only."""
+
+    def change(block: Any) -> None:
+        for group in access.param_groups(block):
+            group.device = torch.device(device)
+
+    return change
 
 
 def test_many_parameters_are_no_obstacle_on_cpu_ranks() -> None:
@@ -77,6 +88,54 @@ def test_what_a_gpu_cannot_sum_or_capture(parameters: int, frozen: int, capturin
         mock.patch("torch.cuda.is_current_stream_capturing", return_value=capturing),
     ):
         assert verdicts(freeze, parameters) == [code, code]
+
+
+def test_a_device_without_a_transport_has_its_code() -> None:
+    assert verdicts(on("xpu")) == ["TIDE-F009", "TIDE-F009"]
+
+
+DRIVER = {"available": True, "reason": "", "driver_version": 13000}
+DEVICE = {"name": "GPU", "stream_mem_ops": True, "posix_fd": True}
+
+
+@pytest.mark.parametrize(
+    ("driver", "device", "queues", "triton", "words"),
+    [
+        ({"available": False, "reason": "there is no driver"}, {}, None, True, "there is no driver"),
+        ({"driver_version": 11080}, {}, None, True, "the driver has CUDA 11.8"),
+        ({}, {"stream_mem_ops": False}, None, True, "GPU has no stream memory operations"),
+        ({}, {"posix_fd": False}, None, True, "GPU cannot share memory by file descriptor"),
+        ({}, {}, "8 hardware queues", True, "8 hardware queues"),
+        ({}, {}, None, False, "triton is not installed"),
+        ({"driver_version": 12000}, {}, None, True, ""),
+    ],
+)
+def test_a_gpu_that_lacks_something_has_its_code_and_the_words(
+    driver: dict[str, Any], device: dict[str, Any], queues: str | None, triton: bool, words: str
+) -> None:
+    """The driver is made up; what is asked of it, and what becomes of the answer, is the real thing."""
+    native = mock.Mock()
+    native.probe.return_value = DRIVER | driver
+    native.device_info.return_value = DEVICE | device
+    found: list[Any] = []
+    with (
+        mock.patch.multiple(capability, cuda=native, missing_queues=lambda: queues),
+        mock.patch("importlib.util.find_spec", return_value=object() if triton else None),
+        mock.patch("torch.cuda.current_device", return_value=0),
+        mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
+    ):
+        capability.missing_capability.cache_clear()
+        try:
+            found = verdicts(on("cuda"), whole=True)
+        finally:
+            capability.missing_capability.cache_clear()
+    expected = fallback("TIDE-F016", words) if words else Verdict()
+    assert found == [expected, expected]
+
+
+def test_a_group_without_parameters_has_its_code() -> None:
+    """FSDP2 makes none, so one is emptied."""
+    assert verdicts(lambda block: access.param_groups(block)[0].fsdp_params.clear()) == ["TIDE-F011", "TIDE-F011"]
 
 
 def test_a_capture_that_begins_later_is_refused() -> None:

@@ -59,7 +59,8 @@ def test_the_whole_sample_is_clean(capsys) -> None:
 @pytest.mark.exhaustive
 def test_every_fault_is_found_by_the_command(capsys) -> None:
     assert main(["verify", "--faults"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("13 kinds of faults, 45 pairs of a kind and a schedule, ")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("13 kinds of faults, 45 pairs of a kind and a schedule, ")
 
 
 def test_which_faults_must_always_be_found_is_what_is_proven() -> None:

@@ -153,7 +153,7 @@ def _gpu_remedy(missing: str) -> str:
         return "set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment of the job, before it starts"
     if "triton" in missing:
         return "pip install triton"
-    return "use a GPU and driver with CUDA 12.8 or newer (TIDE-F016)"
+    return "use a GPU and driver with CUDA 12 or newer (TIDE-F016)"
 
 
 def _peers(cuda: Any, devices: int) -> Iterator[Check]:
@@ -164,7 +164,7 @@ def _peers(cuda: Any, devices: int) -> Iterator[Check]:
             "peer access",
             "fail",
             f"device {apart[0][0]} cannot reach device {apart[0][1]} (and {len(apart) - 1} pairs more)",
-            "use GPUs of one NVLink or PCIe domain (CUDA_VISIBLE_DEVICES)",
+            "use GPUs of one NVLink or PCIe domain (CUDA_VISIBLE_DEVICES); others keep stock collectives (TIDE-F020)",
         )
     elif devices > 1:
         yield Check("GPU ranks", "peer access", "ok", f"all {devices} devices reach each other")

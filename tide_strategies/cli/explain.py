@@ -18,8 +18,8 @@ _ABOUT = """\
 MODEL is a Python path, package.module:function, where the function returns the model. It is called on the meta device,
 in this one process, within a process group of ranks that do not exist: no memory for weights, no job, no GPU. If the
 function applies fully_shard itself (over a mesh of "cpu" ranks), that is what is judged; otherwise the model is wrapped
-as the Lightning and Accelerate doors wrap it. What depends on the machine is told by tide doctor. A code alone explains
-that code:
+as the Lightning and Accelerate doors wrap it. --device says what the ranks of the job run on; this machine need not
+have it. What depends on the machine is told by tide doctor. A code alone explains that code:
 
   tide explain my_project.model:build --ranks 8 --set all_gather.slots=3
   tide explain TIDE-F012
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="package.module:function, or a code such as TIDE-F012")
     add("--ranks", type=int, default=8, help="ranks to shard over (default: 8)")
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="what the ranks run on (default: cuda)")
     add(
         "--precision",
         choices=["bf16-mixed", "bf16-true", "32-true"],
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise TideConfigError(f"--ranks must be at least 1; got {arguments.ranks}")
     config = TideConfig.from_any(read_options(arguments.config, arguments.set))
     print(f"building {arguments.model} on the meta device ...", file=sys.stderr, flush=True)
-    groups = _verdicts(arguments.model, arguments.ranks, arguments.precision, config)
+    groups = _verdicts(arguments.model, arguments.ranks, arguments.device, arguments.precision, config)
     print(json.dumps(groups, indent=1) if arguments.json else _words(groups))
     return int(arguments.strict and any(g["code"] != OK for g in groups["groups"]))
 
@@ -107,14 +108,15 @@ def _options_of(file: Path) -> dict[str, Any]:
     return options
 
 
-def _verdicts(path: str, ranks: int, precision: str, config: TideConfig) -> dict[str, Any]:
+def _verdicts(path: str, ranks: int, device: str, precision: str, config: TideConfig) -> dict[str, Any]:
     from tide_strategies.cli.offline import imagined_job, model_of, sharded
     from tide_strategies.fsdp2 import access
     from tide_strategies.fsdp2.describe import planner_groups
     from tide_strategies.fsdp2.guards import check_torch
 
     guard = check_torch()
-    out: dict[str, Any] = {"model": path, "ranks": ranks, "torch": {"code": guard.code, "reason": guard.reason}}
+    torch = {"code": guard.code, "reason": guard.reason}
+    out: dict[str, Any] = {"model": path, "ranks": ranks, "device": device, "torch": torch}
     if not guard.supported:
         return {**out, "groups": [], "remedy": guard.remedy}
     from tide_strategies.fsdp2.eligibility import group_verdict
@@ -122,7 +124,7 @@ def _verdicts(path: str, ranks: int, precision: str, config: TideConfig) -> dict
     with imagined_job(ranks):
         groups = [g for root in sharded(model_of(path), ranks, precision) for g in access.param_groups(root)]
         described = planner_groups(groups)
-        verdicts = [group_verdict(g, config) for g in groups]
+        verdicts = [group_verdict(g, config, device) for g in groups]
     out["groups"] = [
         {
             "name": group.name,
@@ -150,7 +152,8 @@ def _words(found: dict[str, Any]) -> str:
         for g in groups
     ]
     lines = [
-        f"{found['model']} over {found['ranks']} ranks: {fast} of {len(groups)} groups accelerated",
+        f"{found['model']} over {found['ranks']} {'GPU' if found['device'] == 'cuda' else 'CPU'} ranks: "
+        f"{fast} of {len(groups)} groups accelerated",
         "",
         table(["group", "parameters", "unsharded", "reshards", "verdict"], rows),
     ]

@@ -23,15 +23,19 @@ from tide_strategies.topology import Topology
 REDUCIBLE = {torch.float32: Item.F32, torch.bfloat16: Item.BF16}
 
 
-def group_verdict(group: Any, config: TideConfig) -> Verdict:
-    """The verdict of one FSDPParamGroup after its lazy initialisation."""
+def group_verdict(group: Any, config: TideConfig, imagined: str | None = None) -> Verdict:
+    """The verdict of one FSDPParamGroup after its lazy initialisation.
+
+    ``imagined``: "cpu" or "cuda", to judge the group as if its ranks were of that kind, whatever this machine has.
+    """
     if type(group) is not FSDPParamGroup:
         return fallback("TIDE-F015", type(group).__name__)
     if not isinstance(group.mesh_info, FSDPMeshInfo):
         return fallback("TIDE-F001")
     if not group.fsdp_params:
         return fallback("TIDE-F011")
-    device = _device_verdict(group.device.type)
+    kind = imagined or group.device.type
+    device = _device_verdict(kind) if imagined is None else None
     if device is not None:
         return device
     ranks = group.mesh_info.shard_process_group.size()
@@ -43,7 +47,7 @@ def group_verdict(group: Any, config: TideConfig) -> Verdict:
         return fallback("TIDE-F007")
     return (
         _comms_verdict(group)
-        or (_gpu_verdict(group) if group.device.type == "cuda" else None)
+        or (_gpu_verdict(group, capturing=imagined is None and _capturing()) if kind == "cuda" else None)
         or next(filter(None, (_param_verdict(p) for p in group.fsdp_params)), None)
         or _reduction_verdict(group)
         or _topology_verdict(group, config)
@@ -75,11 +79,15 @@ def _device_verdict(device_type: str) -> Verdict | None:
     return None if missing is None else fallback("TIDE-F016", missing)
 
 
-def _gpu_verdict(group: Any) -> Verdict | None:
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _gpu_verdict(group: Any, *, capturing: bool) -> Verdict | None:
     trained = sum(p.sharded_param.requires_grad for p in group.fsdp_params)
     if trained > POINTER_COUNTS[-1]:
         return fallback("TIDE-F017", trained, POINTER_COUNTS[-1])
-    return fallback("TIDE-F018") if torch.cuda.is_current_stream_capturing() else None
+    return fallback("TIDE-F018") if capturing else None
 
 
 def _comms_verdict(group: Any) -> Verdict | None:
