@@ -6,10 +6,13 @@ from collections.abc import Callable
 
 from tide_strategies.report import TideReport
 
-#: Names that :meth:`StepMetrics.collect` gives, with their units.
+#: Names that :meth:`StepMetrics.collect` gives, with their units; on GPU ranks without the waits.
 METRICS = {
     "tide/collectives_ms": "milliseconds a step that the calling thread spent in collectives (CPU: all of it exposed)",
-    "tide/wait_ms": "the part of it spent waiting for peers (CPU)",
+    "tide/wait_ms": "the part of it spent waiting for peers, the sum of the next three (CPU only: a GPU itself waits)",
+    "tide/wait_slots_ms": "until an all-gather could write, since peers still used the slot (CPU only)",
+    "tide/wait_shards_ms": "until the shards of all ranks had landed (CPU only)",
+    "tide/wait_gradients_ms": "in reduce-scatters, for peers' gradients and for room to hand in the own (CPU only)",
     "tide/exposed_ms": "milliseconds a step that computing waited for collectives (GPU: in sampled steps)",
     "tide/moved_mib": "MiB a step that this rank moved",
     "tide/all_gathers": "all-gathers a step",
@@ -37,7 +40,9 @@ class StepMetrics:
         self._last: dict[str, float] = {}
 
     def collect(self, steps: int) -> dict[str, float]:
-        """All of ``METRICS``, averaged over the ``steps`` since the last call; empty before TIDE is installed.
+        """``METRICS``, averaged over the ``steps`` since the last call; empty before TIDE is installed.
+
+        On GPU ranks the waits are left out: they happen on the device and are part of ``tide/exposed_ms``.
 
         Raises:
             ValueError: ``steps`` is below 1.
@@ -75,10 +80,17 @@ def _totals(report: TideReport) -> dict[str, float]:
         "tide/exposed_ms": (seconds if exposed is None else exposed.seconds) * 1e3,
         _SAMPLED: float(exposed.sampled if exposed else 0),
         _BACKWARDS: float(exposed.backwards if exposed else 0),
-        "tide/wait_ms": sum(s.wait_seconds for s in both) * 1e3,
+        **_waits(report),
         "tide/moved_mib": sum(s.bytes for s in both) / _MIB,
         "tide/all_gathers": float(sum(s.calls for s in gathers)),
         "tide/all_gathers_saved": float(sum(s.reused for s in gathers)),
         "tide/reduce_scatters": float(sum(s.calls for s in reductions)),
         "tide/stock_calls": float(sum(s.stock_calls for s in both)),
     }
+
+
+def _waits(report: TideReport) -> dict[str, float]:
+    if report.waits is None:
+        return {}
+    by_cause = {f"tide/wait_{cause}_ms": seconds * 1e3 for cause, seconds in report.waits.items()}
+    return {"tide/wait_ms": sum(by_cause.values()), **by_cause}

@@ -14,7 +14,10 @@ class CollectiveStats:
         calls: number of calls.
         seconds: wall time that the calling thread spent in them: on the CPU all of it exposed, on a GPU the time to
             enqueue them.
-        wait_seconds: the part of ``seconds`` spent waiting for peers; 0.0 under stock, where it cannot be told apart.
+        wait_seconds: the part of ``seconds`` spent waiting for peers; 0.0 under stock, where it cannot be told apart,
+            and on a GPU, where the device waits and not the calling thread (:class:`ExposedStats`).
+        slot_wait_seconds: the part of ``wait_seconds`` before an all-gather could write: for slots that peers have not
+            vacated yet, and across nodes for stages and for shards that are passed on.
         bytes: bytes this rank moved (all-gather: its shards; reduce-scatter: its slices to peers).
         reused: uses of unsharded parameters that were still there, in the place of an all-gather.
         stock_calls: calls of a TIDE group that ran as stock for a reason of that call (see ``stock_reason``).
@@ -24,6 +27,7 @@ class CollectiveStats:
     calls: int = 0
     seconds: float = 0.0
     wait_seconds: float = 0.0
+    slot_wait_seconds: float = 0.0
     bytes: int = 0
     reused: int = 0
     stock_calls: int = 0
@@ -133,6 +137,22 @@ class TideReport:
     plans: tuple[PlanReport, ...] = ()
     exposed: ExposedStats | None = None
 
+    @property
+    def waits(self) -> dict[str, float] | None:
+        """Seconds that the calling thread waited for peers, by cause; None on GPU ranks, where the device waits.
+
+        "slots": until an all-gather may write (``slot_wait_seconds``). "shards": until all ranks' shards have landed.
+        "gradients": in reduce-scatters, for what peers contribute and for room in their staging.
+        """
+        if self.exposed is not None:
+            return None
+        slots = sum(g.all_gather.slot_wait_seconds for g in self.groups)
+        return {
+            "slots": slots,
+            "shards": sum(g.all_gather.wait_seconds for g in self.groups) - slots,
+            "gradients": sum(g.reduce_scatter.wait_seconds for g in self.groups),
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dictionaries and lists (JSON-ready)."""
         return asdict(self)
@@ -163,6 +183,9 @@ class TideReport:
                 f"  computing waited {exposed_ms:.3f} ms for collectives in a forward and backward "
                 f"(mean of {self.exposed.sampled} of {self.exposed.backwards})"
             )
+        if self.waits is not None and any(g.path == "tide" for g in self.groups):
+            causes = ", ".join(f"{seconds * 1e3:.1f} ms for {cause}" for cause, seconds in self.waits.items())
+            lines.append(f"  waited for peers: {causes}")
         for g in self.groups:
             ag, rs = g.all_gather, g.reduce_scatter
             lines.append(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from harness import launch
-from models import BF16, Case, build, train
+from models import BF16, Case, batch, build, train
 from torch.distributed.tensor import DTensor
 
 from tide_strategies import TideReport, apply_tide
@@ -30,6 +30,7 @@ PAGE = 4096
 CHUNK = 8192
 SLOTS = 2
 CASE = Case("report", uneven=True, policy=BF16, blocks=4, steps=3)
+LATE_S = 0.25
 ITEM = 2  # bytes of what is gathered, and of the gradients
 ROOT = "(root)"
 
@@ -90,6 +91,43 @@ def _report(rank: int, world: int, traces: str) -> dict[str, Any]:
         assert report.to_dict() == out[cache]["report"], "a report does not change after it was made"
         out["expected"] = _expected(model, world)
         handle.close()
+    out["late"] = _late(rank, world)
+    return out
+
+
+def _late(rank: int, world: int) -> dict[str, dict[str, float]]:
+    """Rank 1 is late in three ways; what each made this rank wait for more than before."""
+    model = build(CASE, world)
+    handle = apply_tide(model, {"timeout_s": 30, "strict": True, "all_gather": {"cache": "off", "slots": 1}})
+    with torch.no_grad():  # without a backward, which prefetches, the ring stays at its one slot
+        model(batch(0, rank))
+
+    def sleep(*_: Any) -> None:
+        if rank == 1:
+            time.sleep(LATE_S)
+
+    def in_backward(module: Any, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(sleep)
+
+    out = {}
+    # In a block that holds the only slot; before anything is gathered; amid a block's backward.
+    for cause, hook in {"slots": sleep, "shards": None, "gradients": in_backward}.items():
+        handles = [model.blocks[0].down.register_forward_hook(hook)] if hook else []
+        torch.distributed.barrier()
+        before = handle.report().waits
+        assert before is not None
+        if cause == "shards":
+            sleep()
+        with torch.set_grad_enabled(cause != "slots"):
+            loss = model(batch(1, rank)).sum()
+        if cause == "gradients":
+            loss.backward()
+        after = handle.report().waits
+        assert after is not None
+        out[cause] = {name: after[name] - before[name] for name in after}
+        for h in handles:
+            h.remove()
+    handle.close()
     return out
 
 
@@ -159,9 +197,16 @@ def test_times_can_be_true(results: list[dict[str, Any]], cache: str) -> None:
             for kind in ("all_gather", "reduce_scatter"):
                 stats = g[kind]
                 assert stats["seconds"] > 0
-                assert 0 <= stats["wait_seconds"] <= stats["seconds"]
+                assert 0 <= stats["slot_wait_seconds"] <= stats["wait_seconds"] <= stats["seconds"]
+                assert kind == "all_gather" or stats["slot_wait_seconds"] == 0.0
                 total += stats["seconds"]
         assert total <= result[cache]["elapsed"], "no time is counted twice"
+
+
+def test_waits_are_told_by_cause(results: list[dict[str, Any]]) -> None:
+    for cause, grown in results[0]["late"].items():
+        assert max(grown, key=lambda name: grown[name]) == cause, (cause, grown)
+        assert grown[cause] > LATE_S / 2, "the other rank was late by that much more"
 
 
 def test_counts_go_on_from_report_to_report(results: list[dict[str, Any]]) -> None:
@@ -189,8 +234,10 @@ def test_a_report_is_json_and_reads_well(results: list[dict[str, Any]]) -> None:
         assert plan["knobs"]["chunk_bytes"] == CHUNK
         assert lines[3].startswith(f"  plan of 5 groups on 2 ranks: chunk_bytes {CHUNK} (stated), sum_ctas 1, ")
         assert "rates (built in): push 11.4 GB/s" in lines[3]
-        assert len(lines) == 4 + len(report["groups"])
-        for line, g in zip(lines[4:], report["groups"], strict=True):
+        assert lines[4].startswith("  waited for peers: ")
+        assert lines[4].endswith(" ms for gradients")
+        assert len(lines) == 5 + len(report["groups"])
+        for line, g in zip(lines[5:], report["groups"], strict=True):
             assert line.startswith(f"  {g['name']}: tide (TIDE-OK: eligible), {g['parameters']} parameters, ")
             assert f"{g['all_gather']['calls']} all-gathers ({g['all_gather']['reused']} saved)" in line
             assert f"{g['reduce_scatter']['calls']} reduce-scatters" in line

@@ -10,7 +10,9 @@ from tide_strategies.report import CollectiveStats, ExposedStats, GroupReport, T
 
 def report(calls: int, path: str = "tide", exposed: ExposedStats | None = None) -> TideReport:
     seconds = calls * 1e-3
-    stats = CollectiveStats(calls=calls, seconds=seconds, wait_seconds=seconds / 2, bytes=calls << 20, reused=calls)
+    counts = {"calls": calls, "seconds": seconds, "wait_seconds": seconds / 2, "bytes": calls << 20, "reused": calls}
+    gathers = CollectiveStats(**counts, slot_wait_seconds=seconds / 8)  # type: ignore[arg-type]
+    stats = CollectiveStats(**counts)  # type: ignore[arg-type]
     group = GroupReport(
         name="g",
         path=path,  # type: ignore[arg-type]
@@ -20,7 +22,7 @@ def report(calls: int, path: str = "tide", exposed: ExposedStats | None = None) 
         parameters=1,
         unsharded_bytes=4,
         storage="ring",
-        all_gather=stats,
+        all_gather=gathers,
         reduce_scatter=stats,
     )
     return TideReport(installed=True, status="", arena_bytes={"ring": 3 << 20}, groups=(group,), exposed=exposed)
@@ -33,6 +35,8 @@ def test_nothing_before_installation_then_differences() -> None:
     first = metrics.collect(2)
     assert first.keys() == METRICS.keys()
     assert (first["tide/all_gathers"], first["tide/collectives_ms"], first["tide/wait_ms"]) == (2, 4, 2)
+    causes = [first[f"tide/wait_{cause}_ms"] for cause in ("slots", "shards", "gradients")]
+    assert causes == [0.25, 0.75, 1]
     assert first["tide/exposed_ms"] == first["tide/collectives_ms"], "all of it on the CPU"
     second = metrics.collect(3)
     assert (second["tide/all_gathers"], second["tide/moved_mib"], second["tide/all_gathers_saved"]) == (2, 4, 2)
@@ -49,7 +53,9 @@ def test_exposed_time_on_gpus_is_that_of_the_sampled_backwards() -> None:
         report(9, exposed=ExposedStats(seconds=0.04, sampled=3, backwards=7)),
     ]
     metrics = StepMetrics(lambda: reports.pop(0))
-    metrics.collect(1)
+    waits = {name for name in METRICS if name.startswith("tide/wait_")}
+    assert len(waits) == 4
+    assert metrics.collect(1).keys() == METRICS.keys() - waits, "the device waits, and a 0 would say that nobody does"
     assert metrics.collect(2)["tide/exposed_ms"] == pytest.approx(30)
     assert metrics.collect(1)["tide/exposed_ms"] == 0.0, "no sample since"
 

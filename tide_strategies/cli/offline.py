@@ -80,8 +80,8 @@ def built(path: str) -> tuple[nn.Module, Step | None]:
 def sharded(model: nn.Module, ranks: int, precision: str) -> list[Any]:
     """FSDP2 roots of ``model`` after lazy initialisation; shards it as the front ends do if nobody has.
 
-    Call it within :func:`imagined_job`. The mesh is of CPU ranks, whatever they stand for: nothing here needs a device that
-    this machine may not have.
+    Call it within :func:`imagined_job`. The mesh is of CPU ranks, whatever they stand for, so that no GPU is
+    needed.
     """
     roots: list[Any] = list(access.outermost_fsdp_modules(model))
     if not roots:

@@ -71,6 +71,7 @@ class Tally:
     calls: int = 0
     seconds: float = 0.0
     wait_seconds: float = 0.0
+    slot_wait_seconds: float = 0.0
     bytes: int = 0
     reused: int = 0
     stock_calls: int = 0
@@ -181,6 +182,7 @@ class GroupCollectives(LandingGroup):
         waited = self._all_gather.run(call, "copy")
         self.all_gathers.calls += 1
         self.all_gathers.bytes += self._bytes
+        self.all_gathers.slot_wait_seconds += waited
         self._count(self.all_gathers, "copy", self._label, start, waited, self._bytes)
 
     def reuse(self) -> None:
