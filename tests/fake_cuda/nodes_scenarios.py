@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import io
+import json
 import os
 import signal
+import tempfile
 import time
 from types import SimpleNamespace
 
@@ -13,11 +17,13 @@ from ranks import launch, values
 from stage import AWAIT, COPY, NOTIFY, RAW, array, calls, fake, memory, play, program, scenario, until
 
 from tide_strategies._native import cuda
+from tide_strategies.cli.main import main
 from tide_strategies.collectives.plan import BasePlan
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.errors import TidePeerError, TideTimeoutError
 from tide_strategies.kernels.tiles import pointer_count
 from tide_strategies.layout import GroupLayout, ParamShape
+from tide_strategies.runtime import autopsy
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda import watchdog
 from tide_strategies.runtime.cuda.engine import CudaEngine
@@ -352,8 +358,9 @@ def nodes_may_be_connected_by_a_rail():
 TIMEOUT_S = {"killed": 15.0, "stalled": 1.5}
 
 
-def _lost(rank, exchange, how):
+def _lost(rank, exchange, how, folder):
     """Reduce again and again until rank 3 stops; what the watchdog says on this rank, and after how long."""
+    autopsy.write_to(folder)
     here = Rank(rank, exchange, Topology(2, 2), 0, chunk_bytes=256, timeout_s=TIMEOUT_S[how])
     here.engine.watchdog._main = 0  # the error rises where a call begins, and nowhere else
     group, rng = here.groups[0], np.random.default_rng(rank)
@@ -365,7 +372,8 @@ def _lost(rank, exchange, how):
             if rank == 3 and how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if rank == 3:
-                until(lambda: here.engine.host.aborted() is not None, 15)
+                until(lambda: here.engine.watchdog.stopped, 15)
+                here.engine.watchdog._thread.join(10)  # it has written down what it was at
                 return "stalled", "", 0.0
         try:
             here.reduce(group, gradients, output, Item.F32, 1.0)
@@ -380,9 +388,26 @@ def _lost(rank, exchange, how):
     return "nothing", "", 0.0
 
 
+def _first_cause(folder):
+    """What ``tide autopsy`` makes of what the watchdogs wrote, and the ranks that wrote."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        assert main(["autopsy", folder, "--json"]) == 0
+    told = json.loads(output.getvalue())
+    assert not told["refused"]
+    (cause,) = told["causes"]
+    return cause, sorted(record["rank"] for record in told["records"])
+
+
 @scenario
 def a_killed_rank_ends_the_ranks_of_every_node():
-    results = launch(4, _lost, "killed")
+    with tempfile.TemporaryDirectory() as folder:
+        results = launch(4, _lost, "killed", folder)
+        cause, wrote = _first_cause(folder)
+    assert wrote == [0, 1, 2]
+    assert cause.startswith("rank 3 (pid "), cause
+    assert ") died. Rank " in cause, cause
+    assert " of rank 3: expected " in cause, cause
     assert results[3].exit_code == -signal.SIGKILL
     found = values(results[:3])
     assert {kind for kind, _, _ in found} == {"TidePeerError"}, found
@@ -392,7 +417,14 @@ def a_killed_rank_ends_the_ranks_of_every_node():
 
 @scenario
 def a_stalled_rank_ends_them_too():
-    found = values(launch(4, _lost, "stalled"))[:3]
+    with tempfile.TemporaryDirectory() as folder:
+        found = values(launch(4, _lost, "stalled", folder))[:3]
+        cause, wrote = _first_cause(folder)
+    assert wrote == [0, 1, 2, 3]
+    assert cause.startswith("rank 3 (pid "), cause
+    assert "was in no collective when rank " in cause, cause
+    assert "reduce-scatter of " in cause, cause
+    assert " of rank 3: expected " in cause, cause
     timeouts = [words for kind, words, _ in found if kind == "TideTimeoutError"]
     assert timeouts, found
     assert {kind for kind, _, _ in found} <= {"TideTimeoutError", "TidePeerError"}, found

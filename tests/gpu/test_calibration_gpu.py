@@ -71,5 +71,6 @@ def test_the_faster_path_runs_and_the_report_says_so(runs) -> None:
 
 def test_rates_are_measured_once(runs) -> None:
     for _, first, second in runs:
-        assert set(first["rates"]) <= {"measured"}
-        assert set(second["rates"]) <= {"cache"}
+        some = any(path == "tide" for path, _, _ in first["groups"])  # else there is no plan to be solved from rates
+        assert set(first["rates"]) == ({"measured"} if some else set())
+        assert set(second["rates"]) == ({"cache"} if some else set())
