@@ -114,6 +114,27 @@ def test_a_rank_outside_its_collectives_is_the_cause(tmp_path: Path) -> None:
     assert cause.startswith("rank 1 (pid 101) was in no collective")
 
 
+def test_waits_of_a_ranks_streams_for_each_other_do_not_mislead(tmp_path: Path) -> None:
+    """As on GPUs: 0 and 1 await each other in one stream, themselves in another, and 2 in a third."""
+    cause = _cause(
+        tmp_path,
+        _record(0, "timeout", 1.0, (0, "own"), (1, "sum"), (2, "push")),
+        _record(1, "aborted", 1.1, (0, "sum"), (1, "own"), (2, "push")),
+        _record(2, "aborted", 1.2, (2, "own")),
+    )
+    assert cause.startswith("rank 2 (pid 102) was in no collective when rank 0 lost patience")
+    assert "Rank 0 in push awaited landed of rank 2" in cause
+
+
+def test_the_dead_rank_is_the_one_that_wrote_nothing(tmp_path: Path) -> None:
+    cause = _cause(
+        tmp_path,
+        _record(0, "peer_dead", 1.0, (0, "own"), (1, "sum"), (2, "push")),
+        _record(1, "aborted", 1.1, (2, "sum")),
+    )
+    assert cause.startswith("rank 2 (pid 102) died. Rank 0 in push awaited landed of rank 2")
+
+
 @pytest.mark.parametrize(
     "text",
     [

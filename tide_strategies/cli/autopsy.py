@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +45,11 @@ class Record:
     kind: str
     message: str
     waits: tuple[Wait, ...]
+
+    @property
+    def peers(self) -> list[Wait]:
+        """Its waits for other ranks. On a GPU several streams wait at once, some of them for the rank's own others."""
+        return [w for w in self.waits if w.writer != self.rank]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,36 +120,48 @@ def first_cause(records: Sequence[Record]) -> str:
     first = min(records, key=lambda r: (r.kind == "aborted", r.time))
     if first.kind in ("mismatch", "error") or (first.kind == "timeout" and not first.waits):
         return f"rank {first.rank}: {first.message}"
-    if first.kind == "peer_dead" and first.waits:
-        wait = first.waits[0]
+    if first.kind == "peer_dead" and first.peers:
+        wait = next((w for w in first.peers if w.writer not in known), first.peers[0])  # the dead write nothing
         return f"rank {wait.writer} (pid {_pid(first, wait.writer)}) died. Rank {first.rank} in {_missing(wait)}"
     return _along_the_waits(first, known)
 
 
 def _along_the_waits(first: Record, known: dict[int, Record]) -> str:
-    """Follow who awaits whom until a rank that awaits nobody, or one that has been met before."""
+    """Follow who awaits whom, nearest first, until a rank that awaits nobody; if there is none, it is a circle."""
+    met, ahead = {first.rank}, deque([first])
+    while ahead:
+        current = ahead.popleft()
+        for wait in current.peers:
+            after = known.get(wait.writer)
+            if after is None:
+                return (
+                    f"rank {wait.writer} (pid {_pid(current, wait.writer)}) wrote nothing: it was killed, or is stuck "
+                    f"outside TIDE. Rank {current.rank} in {_missing(wait)}"
+                )
+            if not after.peers:
+                return (
+                    f"rank {wait.writer} (pid {after.pid}) was in no collective when rank {first.rank} lost patience: "
+                    f"its own code held it up. Rank {current.rank} in {_missing(wait)}"
+                )
+            if wait.writer not in met:
+                met.add(wait.writer)
+                ahead.append(after)
+    return _circle(first, known) if first.peers else f"rank {first.rank}: {first.message}"
+
+
+def _circle(first: Record, known: dict[int, Record]) -> str:
+    """Along the first wait of each rank until a rank that has been met before; every rank awaits one that wrote."""
     path, current = [first.rank], first
-    while current.waits:
-        wait = current.waits[0]
-        chain = " <- ".join(map(str, path)) + f" <- {wait.writer}"
-        if wait.writer in path:
-            return f"ranks await each other ({chain}): they do not run the same collectives in the same order. " + (
-                f"Rank {current.rank} in {_missing(wait)}"
-            )
+    while True:
+        wait = current.peers[0]
         path.append(wait.writer)
-        after = known.get(wait.writer)
-        if after is None:
-            return (
-                f"rank {wait.writer} (pid {_pid(current, wait.writer)}) wrote nothing: it was killed, or is stuck "
-                f"outside TIDE. Rank {current.rank} in {_missing(wait)}"
-            )
-        if not after.waits:
-            return (
-                f"rank {wait.writer} (pid {after.pid}) was in no collective when rank {first.rank} lost patience: "
-                f"its own code held it up. Rank {current.rank} in {_missing(wait)}"
-            )
-        current = after
-    return f"rank {first.rank}: {first.message}"
+        if wait.writer in path[:-1]:
+            break
+        current = known[wait.writer]
+    return (
+        f"ranks await each other ({' <- '.join(map(str, path))}): they do not run the same collectives in the same "
+        f"order. Rank {current.rank} in {_missing(wait)}"
+    )
 
 
 def _missing(wait: Wait) -> str:
@@ -154,9 +172,9 @@ def _missing(wait: Wait) -> str:
 
 
 def _doing(record: Record) -> str:
-    if not record.waits:
+    if not record.peers:
         return "in no collective" if record.kind == "aborted" else record.message
-    wait = record.waits[0]
+    wait = record.peers[0]
     return f"in {wait.call}, awaiting {wait.counter} of rank {wait.writer} ({wait.seen} of {wait.expected})"
 
 
