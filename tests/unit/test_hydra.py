@@ -7,6 +7,9 @@ program the whole configuration or a name in place of the section, a missing int
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import tide_strategies
 from tide_strategies.config import TideConfig, TopologyConfig
 from tide_strategies.errors import TideConfigError
 from tide_strategies.integrations.hydra import schema, structured_config
@@ -22,6 +26,7 @@ hydra = pytest.importorskip("hydra")
 omegaconf = pytest.importorskip("omegaconf")
 OmegaConf = omegaconf.OmegaConf
 
+ROOT = Path(tide_strategies.__file__).parents[1]
 FOLDER = files("tide_strategies.configs.tide")
 PRESETS = sorted(p.name.removesuffix(".yaml") for p in FOLDER.iterdir() if p.name.endswith(".yaml"))
 
@@ -150,6 +155,35 @@ def test_omegaconf_alone(tmp_path: Path) -> None:
     assert config.timeout_s == 5
     with pytest.raises(TideConfigError, match=r"did you mean 'all_gather\.slots'"):
         TideConfig.from_any(OmegaConf.create({"all_gather": {"slot": 3}}))
+
+
+def test_a_failure_of_ours_does_not_end_an_application(tmp_path: Path) -> None:
+    """Hydra scans its plugins in every application on the machine; one that does not use TIDE must not notice."""
+    (tmp_path / "config.yaml").write_text("lr: 0.1\n")
+    code = f"""
+import sys, warnings
+warnings.simplefilter("error")
+from tide_strategies.integrations import hydra as ours
+def broken():
+    raise LookupError("broken on purpose")
+ours.register_configs = broken
+from hydra import compose, initialize_config_dir
+with initialize_config_dir(config_dir={str(tmp_path)!r}, version_base=None):
+    print(compose(config_name="config", overrides=["lr=0.5"]).lr)
+"""
+    done = python(code)
+    assert done.stdout.split() == ["0.5"], done.stderr
+    words = (
+        "TIDE could not register its config group with Hydra; 'tide' is not available (LookupError: broken on purpose)"
+    )
+    assert done.stderr.count(words) == 1
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that has imported nothing."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
 
 
 def test_the_schema_has_the_options_of_tide_and_no_others() -> None:
