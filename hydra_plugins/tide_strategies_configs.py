@@ -14,7 +14,8 @@ except Exception as error:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn(
-            f"TIDE could not register its config group with Hydra; 'tide' is not available ({type(error).__name__}: {error})",
+            f"TIDE could not register its config group with Hydra; 'tide' is not available "
+            f"({type(error).__name__}: {error})",
             RuntimeWarning,
             stacklevel=1,
         )
