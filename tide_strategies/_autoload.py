@@ -40,10 +40,11 @@ _HOOKS = {
     "accelerate.commands.launch": f"{_ACCELERATE}.launching:extend_launcher",
     "accelerate.accelerator": f"{_ACCELERATE}.training:extend",
     "transformers.trainer": f"{_ACCELERATE}.trainer:extend",
+    "transformers.training_args": f"{_ACCELERATE}.trainer:extend_arguments",
 }
 
 # Hosts of programs that need not know of TIDE: their hooks run where the launcher asked for it, and nowhere else.
-_ON_REQUEST = {"accelerate.accelerator", "transformers.trainer"}
+_ON_REQUEST = {"accelerate.accelerator", "transformers.trainer", "transformers.training_args"}
 
 # Versions that TIDE supports, as in pyproject.toml.
 _LIGHTNING_VERSIONS = ">=2.5,!=2.6.2,!=2.6.3"

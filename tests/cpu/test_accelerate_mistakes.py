@@ -62,6 +62,10 @@ def changed(**changes):
         (changed(tide_confg={}, tide_config=...), ["'tide_confg'", "did you mean 'tide_config'"]),
         (changed(tide={}, tide_config=...), ["'tide'", "did you mean 'tide_config'"]),
         (changed(fsdp_config={"fsdp_tide_slots": 3}), ["fsdp_tide_slots", "section tide_config"]),
+        (
+            changed(fsdp_config={"fsdp_timout_s": 3}),
+            ["fsdp_timout_s (did you mean 'timeout_s'?)", "section tide_config"],
+        ),
         (changed(distributed_type="MULTI_GPU"), ["distributed_type: FSDP", "says MULTI_GPU"]),
         (changed(fsdp_config={"fsdp_version": 1}), ["fsdp_version: 2", "to-fsdp2"]),
         (
