@@ -97,10 +97,10 @@ def refuse_misplaced_options(fsdp_config: Mapping[str, Any], where: str, reader:
     misplaced = []
     for key in fsdp_config:
         # 0.8: farther than the names that FSDP itself has (limit_all_gathers is 0.74 from all_gather)
-        name = key.removeprefix("fsdp_").partition(".")[0]
+        name = str(key).removeprefix("fsdp_").partition(".")[0]
         close = difflib.get_close_matches(name, TIDE_OPTIONS, n=1, cutoff=0.8)
         if name in TIDE_OPTIONS or name.startswith("tide"):
-            misplaced.append(key)
+            misplaced.append(str(key))
         elif close:
             misplaced.append(f"{key} (did you mean {close[0]!r}?)")
     if misplaced:

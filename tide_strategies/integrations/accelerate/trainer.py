@@ -98,7 +98,8 @@ def _warn_of_no_model(given: dict[str, Any]) -> None:
         warnings.warn(
             "TIDE: trainer.save_model() writes no model under SHARDED_STATE_DICT. For a model that from_pretrained "
             "reads call trainer.accelerator.state.fsdp_plugin.set_state_dict_type('FULL_STATE_DICT') before it on all "
-            "ranks, or set 'fsdp_state_dict_type: FULL_STATE_DICT' in fsdp_config of the Accelerate file.",
+            "ranks, or choose that type where you chose the other: fsdp_state_dict_type in the Accelerate file, or "
+            "state_dict_type in fsdp_config of TrainingArguments.",
             stacklevel=3,
         )
 
