@@ -38,7 +38,7 @@ def _check_kind(wanted: str, folder: Path, index: int) -> None:
     """Refuse a checkpoint that has this model in the other form only.
 
     Raises:
-        TideConfigError: on every rank, since all look at the same files.
+        TideConfigError: on every rank that sees the checkpoint.
     """
     full = folder / (f"{FSDP_MODEL_NAME}_{index}.bin" if index else f"{FSDP_MODEL_NAME}.bin")
     shards = folder if folder.name == f"{FSDP_MODEL_NAME}_{index}" else folder / f"{FSDP_MODEL_NAME}_{index}"
