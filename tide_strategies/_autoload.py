@@ -170,8 +170,8 @@ def _is_too_different(host: str) -> bool:
         return False
     _warn_once(
         host,
-        f"TIDE supports {host}{_SUPPORTED[host]}; this is {version}, to which it adds nothing. Install one of those, or "
-        f"set {SWITCH}=0 if this program does not use TIDE.",
+        f"TIDE supports {host}{_SUPPORTED[host]}; this is {version}, to which it adds nothing. Install one of those, "
+        f"or set {SWITCH}=0 if this program does not use TIDE.",
     )
     return True
 
