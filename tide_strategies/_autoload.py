@@ -6,8 +6,8 @@ finder; no framework and no other part of TIDE is imported). When the program la
 of ``_HOOKS``, the finder lets the ordinary import run and then calls that module's hook, which adds TIDE to the
 framework's own registry.
 
-Accelerate's command line learns to read a ``tide_config:`` section; in any other process Accelerate is left alone,
-unless it was started for such a file.
+Accelerate's command line learns to read a ``tide_config:`` section; in any other process Accelerate and transformers
+are left alone, unless it was started for such a file. A host of a version that TIDE does not support is left as it is.
 
 Switched off by ``TIDE_AUTOLOAD=0``. With ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` torch calls no entry point at all;
 ``import tide_strategies`` then does the same work by hand.
@@ -27,6 +27,9 @@ SWITCH = "TIDE_AUTOLOAD"
 _LIGHTNING = "tide_strategies.integrations.lightning.registration"
 _ACCELERATE = "tide_strategies.integrations.accelerate"
 
+#: Set by the launcher for its workers from the ``tide_config:`` section, as JSON: its presence asks for TIDE.
+CONFIG_ENV = "TIDE_CONFIG"
+
 # Host module -> hook, as "module:function"; the function gets the host module once its import is complete.
 # A hook may run more than once for a module (after a reload), so it must be idempotent.
 _HOOKS = {
@@ -35,7 +38,22 @@ _HOOKS = {
     "lightning.fabric.strategies": f"{_LIGHTNING}:register_fabric_strategy",
     "lightning_fabric.strategies": f"{_LIGHTNING}:register_fabric_strategy",
     "accelerate.commands.launch": f"{_ACCELERATE}.launching:extend_launcher",
-    "accelerate.accelerator": f"{_ACCELERATE}.environment:extend_if_requested",
+    "accelerate.accelerator": f"{_ACCELERATE}.training:extend",
+    "transformers.trainer": f"{_ACCELERATE}.trainer:extend",
+    "transformers.training_args": f"{_ACCELERATE}.trainer:extend_arguments",
+}
+
+# Hosts of programs that need not know of TIDE: their hooks run where the launcher asked for it, and nowhere else.
+_ON_REQUEST = {"accelerate.accelerator", "transformers.trainer", "transformers.training_args"}
+
+# Versions that TIDE supports, as in pyproject.toml.
+_LIGHTNING_VERSIONS = ">=2.5,!=2.6.2,!=2.6.3"
+_SUPPORTED = {
+    "lightning": _LIGHTNING_VERSIONS,
+    "pytorch_lightning": _LIGHTNING_VERSIONS,
+    "lightning_fabric": _LIGHTNING_VERSIONS,
+    "accelerate": ">=1.13",
+    "transformers": ">=4.57",
 }
 
 # Host modules that are programs too, run as ``python -m``, and what such a program calls. The hook works on the module
@@ -124,7 +142,11 @@ def _run_hook_after_exec(spec: ModuleSpec) -> None:
 
 def _run_hook(name: str, module: ModuleType) -> None:
     """Call the hook of a host module; a hook that fails leaves the host as it was, with one warning."""
+    if name in _ON_REQUEST and not os.environ.get(CONFIG_ENV):
+        return
     try:
+        if _is_too_different(name.partition(".")[0]):
+            return
         from importlib import import_module
 
         where, _, function = _HOOKS[name].partition(":")
@@ -133,6 +155,25 @@ def _run_hook(name: str, module: ModuleType) -> None:
         _warn_once(
             name, f"TIDE could not register with {name} and is not available there ({type(error).__name__}: {error})"
         )
+
+
+def _is_too_different(host: str) -> bool:
+    """Whether a host says that it has a version which TIDE does not support; if so, there is one warning."""
+    version = getattr(sys.modules.get(host), "__version__", None)  # every host sets it before it imports its parts
+    if host not in _SUPPORTED or not isinstance(version, str):
+        return False  # what the hooks rely on they look for themselves
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    # The base: a development version of what is supported is near enough.
+    if SpecifierSet(_SUPPORTED[host]).contains(Version(version).base_version):
+        return False
+    _warn_once(
+        host,
+        f"TIDE supports {host}{_SUPPORTED[host]}; this is {version}, to which it adds nothing. Install one of those, "
+        f"or set {SWITCH}=0 if this program does not use TIDE.",
+    )
+    return True
 
 
 def _is_initializing(module: ModuleType) -> bool:
