@@ -410,7 +410,7 @@ def _gpu(missing: str | None, peers: bool = True, switches: dict[str, str] | Non
         ("CUDA_DEVICE_MAX_CONNECTIONS is not set; it must be 32", True, False, "set CUDA_DEVICE_MAX_CONNECTIONS=32"),
         ("triton is not installed", True, False, "pip install triton"),
         ("the driver has CUDA 11.8", True, False, "CUDA 12 or newer"),
-        (None, False, False, "CUDA_VISIBLE_DEVICES"),
+        (None, False, False, "(CUDA_VISIBLE_DEVICES): groups over these stay stock (TIDE-F020)"),
     ],
 )
 def test_gpus_that_cannot_say_why_and_what_helps(missing: str | None, peers: bool, able: bool, words: str) -> None:

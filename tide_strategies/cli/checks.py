@@ -164,7 +164,7 @@ def _peers(cuda: Any, devices: int) -> Iterator[Check]:
             "peer access",
             "fail",
             f"device {apart[0][0]} cannot reach device {apart[0][1]} (and {len(apart) - 1} pairs more)",
-            "use GPUs of one NVLink or PCIe domain (CUDA_VISIBLE_DEVICES); others keep stock collectives (TIDE-F020)",
+            "use GPUs of one NVLink or PCIe domain (CUDA_VISIBLE_DEVICES): groups over these stay stock (TIDE-F020)",
         )
     elif devices > 1:
         yield Check("GPU ranks", "peer access", "ok", f"all {devices} devices reach each other")
