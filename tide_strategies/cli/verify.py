@@ -212,6 +212,7 @@ def _uneven(n: int) -> tuple[GroupLayout, GroupLayout]:
 
 
 def _all(what: str, work: list[tuple[str, Workload]]) -> _Outcome:
+    facts = {"what": what, "workloads": len(work)}
     start = time.perf_counter()
     results = 0
     for name, workload in work:
@@ -221,7 +222,7 @@ def _all(what: str, work: list[tuple[str, Workload]]) -> _Outcome:
             results += workload.verify()
         except Violation as violation:
             wrong = {"workload": name, "kind": violation.kind, "words": str(violation)}
-            return _Outcome(False, f"{name}: {violation}", {"what": what, "results": results, "violations": [wrong]})
+            return _Outcome(False, f"{name}: {violation}", {**facts, "results": results, "violations": [wrong]})
         finally:
             gc.enable()
         threads = "one thread" if workload.interleave else "side by side"
@@ -229,7 +230,7 @@ def _all(what: str, work: list[tuple[str, Workload]]) -> _Outcome:
         print(f"clean: {name} ({threads}{landing}, {time.perf_counter() - begin:.1f} s)", flush=True)
     took = time.perf_counter() - start
     words = f"{what}: {len(work)} workloads, {results} results complete, nothing wrong ({took:.0f} s)"
-    return _Outcome(True, words, {"what": what, "workloads": len(work), "results": results, "violations": []})
+    return _Outcome(True, words, {**facts, "results": results, "violations": []})
 
 
 def _faults() -> _Outcome:
