@@ -15,6 +15,7 @@ import torch
 from harness import launch
 from lightning_models import (
     Network,
+    Normed,
     assert_close,
     assert_passed,
     full_state,
@@ -24,6 +25,7 @@ from lightning_models import (
     part_loader,
     quiet_import,
     run_checks,
+    sgd,
     strategy_of,
     trainer_of,
 )
@@ -105,6 +107,51 @@ def check_either_kind_loads_whichever_is_set(pl, folder):
 def check_sgd_without_state(pl, folder):
     for kind in ("full", "sharded"):
         resumed_equals_uninterrupted(pl, folder, kind, lambda: module_class(pl)(optimizer_of=plain_sgd))
+
+
+def check_several_optimizers(pl, folder):
+    """Of different kinds, so that states in each other's place would not fit, each in every other step."""
+
+    class Two(module_class(pl)):
+        automatic_optimization = False
+
+        def training_step(self, batch, index):
+            self.manual_backward(super().training_step(batch, index))
+            self.optimizers()[index % 2].step()
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+
+        def configure_optimizers(self):
+            return adamw(self.network.blocks.parameters()), sgd([self.network.scale, *self.network.head.parameters()])
+
+    for kind in ("full", "sharded"):
+        resumed_equals_uninterrupted(pl, folder, kind, Two)
+
+
+def check_running_statistics_averaged_before_they_are_saved(pl, folder):
+    class Averaging(module_class(pl)):
+        def __init__(self):
+            super().__init__(Normed(), adamw)
+
+        def on_train_epoch_end(self):
+            for name, buffer in self.named_buffers():
+                if name.endswith(("running_mean", "running_var")):
+                    buffer.copy_(self.trainer.strategy.reduce(buffer, reduce_op="mean"))
+
+    for kind in ("full", "sharded"):
+        resumed_equals_uninterrupted(pl, folder, kind, Averaging)
+
+
+def check_weights_alone_do_not_resume(pl, folder):
+    for kind in ("full", "sharded"):
+        module = module_class(pl)()
+        trainer = fit(pl, module, kind, epochs=1)
+        trainer.save_checkpoint(folder / kind, weights_only=True)
+        with pytest.raises(KeyError, match="checkpoint contains only the model"):  # Lightning's words
+            fit(pl, module_class(pl)(), kind, epochs=2, resume=folder / kind)
+        other = module_class(pl)(Network(seed=1))
+        trainer_of(pl).test(other, loader(), ckpt_path=folder / kind, verbose=False)
+        assert_close(full_state(other), full_state(module), 0.0)
 
 
 def check_frozen_parameters(pl, folder):
