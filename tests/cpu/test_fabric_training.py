@@ -167,6 +167,8 @@ def check_checkpoints(namespace, folder):
             assert_close(full_state(other), saved, 0.0)
             train(fabric, model, optimizer)
             assert_close(full_state(other), full_state(network), 0.0)
+    with pytest.raises(TideConfigError, match=r"has no 'second\.param_groups.*; resume with the model"):
+        fabric.load(folder / "sharded-adamw.ckpt", {"model": model, "second": optimizer})
     plain = Network()
     plain.load_state_dict(torch.load(folder / "full-adamw.ckpt", weights_only=True)["model"])
 
