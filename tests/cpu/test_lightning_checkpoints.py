@@ -22,6 +22,7 @@ from lightning_models import (
     in_new_folder,
     loader,
     module_class,
+    on,
     part_loader,
     quiet_import,
     run_checks,
@@ -145,13 +146,35 @@ def check_running_statistics_averaged_before_they_are_saved(pl, folder):
 def check_weights_alone_do_not_resume(pl, folder):
     for kind in ("full", "sharded"):
         module = module_class(pl)()
-        trainer = fit(pl, module, kind, epochs=1)
-        trainer.save_checkpoint(folder / kind, weights_only=True)
+        keep = pl.callbacks.ModelCheckpoint(folder, kind, save_weights_only=True)
+        callbacks = [keep, lightning_ema.ema_of(pl)]  # validation, after which it saves, runs with averages
+        trainer = trainer_of(pl, strategy_of(pl, state_dict_type=kind), callbacks=callbacks, enable_checkpointing=True)
+        trainer.fit(module, part_loader(), loader())
+        path = folder / f"{kind}.ckpt"
+        content = torch.load(path / "meta.pt" if kind == "sharded" else path, weights_only=False)
+        assert not {"optimizer_states", "tide_ema"} & content.keys()
         with pytest.raises(KeyError, match="checkpoint contains only the model"):  # Lightning's words
-            fit(pl, module_class(pl)(), kind, epochs=2, resume=folder / kind)
+            fit(pl, module_class(pl)(), kind, epochs=2, resume=path)
         other = module_class(pl)(Network(seed=1))
-        trainer_of(pl).test(other, loader(), ckpt_path=folder / kind, verbose=False)
+        trainer_of(pl).test(other, loader(), ckpt_path=path, verbose=False)
         assert_close(full_state(other), full_state(module), 0.0)
+
+
+def check_checkpoint_on_an_exception(pl, folder):
+    def fail(trainer, module):
+        if trainer.global_step == 2:
+            raise LookupError("made to fail")
+
+    for kind in ("full", "sharded"):
+        module, other, states = module_class(pl)(), module_class(pl)(Network(seed=1)), []
+        callbacks = [pl.callbacks.OnExceptionCheckpoint(folder, kind), on(pl, on_train_batch_end=fail)]
+        strategy = strategy_of(pl, state_dict_type=kind)
+        with pytest.raises(LookupError, match="made to fail"):
+            trainer_of(pl, strategy, callbacks=callbacks, enable_checkpointing=True).fit(module, part_loader())
+        look = on(pl, on_train_start=lambda t, m, s=states: s.append((t.global_step, full_state(m))))
+        trainer_of(pl, callbacks=[look]).fit(other, part_loader(), ckpt_path=folder / f"{kind}.ckpt")
+        assert states[0][0] == 2
+        assert_close(states[0][1], full_state(module), 0.0)
 
 
 def check_frozen_parameters(pl, folder):
@@ -201,6 +224,12 @@ def check_model_checkpoint_callback(pl, folder):
     (metrics,) = trainer.test(ckpt_path="best", dataloaders=loader(), verbose=False)
     assert metrics["test_loss"] == pytest.approx(best, rel=1e-5)
     assert (folder / "last.ckpt" / "meta.pt").is_file()
+    began = []
+    look = on(pl, on_train_start=lambda t, m: began.append(t.global_step))
+    last = pl.callbacks.ModelCheckpoint(folder, save_last=True)
+    again = trainer_of(pl, strategy_of(pl), max_epochs=4, callbacks=[last, look], enable_checkpointing=True)
+    again.fit(module_class(pl)(optimizer_of=adamw), part_loader(), ckpt_path="last")
+    assert (began, again.global_step) == ([12], 16)
 
 
 PARTS = (globals(), vars(lightning_ema), vars(lightning_experts), vars(lightning_saving))
@@ -216,7 +245,7 @@ def run_all(rank, world, arg):
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     root = str(tmp_path_factory.mktemp("checkpoints"))
-    return launch(2, run_all, ("lightning.pytorch", tuple(CHECKS), root), timeout=200, pg_timeout=30)
+    return launch(2, run_all, ("lightning.pytorch", tuple(CHECKS), root), timeout=240, pg_timeout=30)
 
 
 @pytest.mark.parametrize("name", CHECKS)
