@@ -150,7 +150,7 @@ def _read(
         missing = [_MISSING_KEY.search(str(why)) for why, _ in error.failures.values()]
         if not all(missing):
             raise
-        names = sorted({found[1] for found in missing if found is not None})
+        names = sorted({match[1] for match in missing if match is not None})
         raise TideConfigError(
             f"the sharded checkpoint {str(path)!r} has no {', '.join(map(repr, names))}, perhaps among others; resume "
             f"with the model and the optimizers that the checkpoint was made with"
