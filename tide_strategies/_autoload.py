@@ -56,6 +56,9 @@ _SUPPORTED = {
     "transformers": ">=4.57",
 }
 
+# Programs import these without a thought of TIDE, and must not hear of it: the names that are registered there tell.
+_TELL_WHEN_USED = {"lightning", "pytorch_lightning", "lightning_fabric"}
+
 # Host modules that are programs too, run as ``python -m``, and what such a program calls. The hook works on the module
 # that an import gives, so that one is imported then, and its function called.
 _PROGRAMS = {"accelerate.commands.launch": "main"}
@@ -145,7 +148,11 @@ def _run_hook(name: str, module: ModuleType) -> None:
     if name in _ON_REQUEST and not os.environ.get(CONFIG_ENV):
         return
     try:
-        if _is_too_different(name.partition(".")[0]):
+        host = name.partition(".")[0]
+        words = None if host in _TELL_WHEN_USED else unsupported(host)
+        if words is not None:
+            if name in _ON_REQUEST or _ask_for_tide(sys.argv[1:]):
+                _warn_once(host, words)
             return
         from importlib import import_module
 
@@ -157,23 +164,32 @@ def _run_hook(name: str, module: ModuleType) -> None:
         )
 
 
-def _is_too_different(host: str) -> bool:
-    """Whether a host says that it has a version which TIDE does not support; if so, there is one warning."""
+def unsupported(host: str) -> str | None:
+    """Words for a host which says that it has a version that TIDE does not support; else None."""
     version = getattr(sys.modules.get(host), "__version__", None)  # every host sets it before it imports its parts
     if host not in _SUPPORTED or not isinstance(version, str):
-        return False  # what the hooks rely on they look for themselves
+        return None  # what the hooks rely on they look for themselves
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
     # The base: a development version of what is supported is near enough.
     if SpecifierSet(_SUPPORTED[host]).contains(Version(version).base_version):
-        return False
-    _warn_once(
-        host,
+        return None
+    return (
         f"TIDE supports {host}{_SUPPORTED[host]}; this is {version}, to which it adds nothing. Install one of those, "
-        f"or set {SWITCH}=0 if this program does not use TIDE.",
+        f"or set {SWITCH}=0 if this program does not use TIDE."
     )
-    return True
+
+
+def _ask_for_tide(arguments: Sequence[str]) -> bool:
+    """Whether a launcher's command line names a file with a section for TIDE."""
+    for argument in arguments:
+        path = argument.rpartition("=")[2]
+        if path.endswith((".yaml", ".yml", ".json")) and os.path.isfile(path):
+            with open(path, errors="replace") as file:
+                if "tide_config" in file.read():
+                    return True
+    return False
 
 
 def _is_initializing(module: ModuleType) -> bool:

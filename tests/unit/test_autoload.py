@@ -150,18 +150,20 @@ print(*sorted(s.STRATEGY_REGISTRY))
 
 
 @pytest.mark.parametrize("version", ["2.4.1", "2.6.2"])
-def test_a_registry_of_a_version_that_is_not_supported_is_left_alone(stand_in, tmp_path, version):
+def test_a_version_that_is_not_supported_is_told_to_who_uses_the_name(stand_in, tmp_path, version):
     (tmp_path / "lightning_fabric/__init__.py").write_text(f"__version__ = {version!r}\n")
-    code = f"""
+    code = """
 import warnings
 warnings.simplefilter("error")
 import tide_strategies
-with warnings.catch_warnings(record=True) as caught:
-    {LOOK}
-print(len(caught), caught[0].message)
+from lightning_fabric.strategies import STRATEGY_REGISTRY
+try:
+    STRATEGY_REGISTRY["tide_fsdp"][0]()
+except Exception as e:
+    print(type(e).__name__, e)
 """
-    words = "".join(f"{word} " for word in run(code, stand_in))
-    assert words.startswith("1 TIDE supports lightning_fabric>=2.5,!=2.6.2,!=2.6.3; this is " + version)
+    words = " ".join(run(code, stand_in))
+    assert words.startswith("TideConfigError TIDE supports lightning_fabric>=2.5,!=2.6.2,!=2.6.3; this is " + version)
 
 
 def host(tmp_path, monkeypatch, body="VALUE = 1\n"):
@@ -209,6 +211,8 @@ def test_versions(tmp_path, monkeypatch, recwarn, version, supported):
     monkeypatch.setattr(autoload, "_calls_of_the_test", hooked.append, raising=False)
     monkeypatch.setitem(autoload._HOOKS, "tide_test_host", "tide_strategies._autoload:_calls_of_the_test")
     monkeypatch.setitem(autoload._SUPPORTED, "tide_test_host", ">=1.13,!=1.14.1")
+    monkeypatch.setattr(autoload, "_ON_REQUEST", {"tide_test_host"})
+    monkeypatch.setenv("TIDE_CONFIG", "{}")
     module = importlib.reload(importlib.import_module("tide_test_host"))
     assert hooked == ([module, module] if supported else [])
     told = [str(w.message) for w in recwarn]
@@ -216,6 +220,16 @@ def test_versions(tmp_path, monkeypatch, recwarn, version, supported):
     for words in told:
         assert f"TIDE supports tide_test_host>=1.13,!=1.14.1; this is {version[1:-1]}" in words
         assert "Install one of those, or set TIDE_AUTOLOAD=0" in words
+
+
+def test_a_launcher_that_is_not_asked_for_tide_says_nothing_of_its_version(tmp_path):
+    from tide_strategies._autoload import _ask_for_tide
+
+    (tmp_path / "own.yaml").write_text("use_cpu: true\n")
+    (tmp_path / "tide.yaml").write_text("use_cpu: true\ntide_config: {}\n")
+    assert not _ask_for_tide(["--config_file", str(tmp_path / "own.yaml"), "train.py", "missing.yaml"])
+    assert _ask_for_tide(["--config_file", str(tmp_path / "tide.yaml"), "train.py"])
+    assert _ask_for_tide([f"--config_file={tmp_path / 'tide.yaml'}"])
 
 
 def test_supported_versions_are_those_of_the_package():
