@@ -19,8 +19,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.tensor import DTensor
 
 from tide_strategies.report import TideReport
+from tide_strategies.runtime.exchange import exchange_json, process_group_exchange
 
 _SAMPLE_S = 0.02
+#: Bound of the exchange of numbers at the end.
+_GATHER_S = 60.0
 # Totals over the timed steps, in the order in which ranks exchange them: those of all groups' collectives, and how
 # long the training thread was ready to run but had no processor (other programs had it).
 COLLECTIVE_TOTALS = ("calls", "seconds", "wait_seconds", "bytes")
@@ -129,9 +132,10 @@ def _gather(numbers: list[float]) -> list[list[float]]:
     """The numbers of every rank, in the order of ranks."""
     if not dist.is_initialized():
         return [numbers]
-    parts: list[list[float]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(parts, numbers)  # on whichever device the backend works
-    return parts
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    # As JSON, on whichever device the backend works; torch's own exchange of objects would unpickle what comes.
+    return exchange_json(process_group_exchange(everyone, _GATHER_S, "the end of the demo's run"), numbers)
 
 
 def _rank_record(numbers: list[float], steps: int) -> dict[str, Any]:
