@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from tide_strategies.cli.tables import gib, table, wrapped
 from tide_strategies.config import parse_topology
 from tide_strategies.errors import TideConfigError
-from tide_strategies.planner import architectures, calibrate, memory, predict
+from tide_strategies.planner import architectures, calibrate, limits, memory, predict
 from tide_strategies.planner.groups import Group, Model
 from tide_strategies.planner.knobs import Knobs, choose
 from tide_strategies.planner.rates import NAMED, Rates, built_in
+from tide_strategies.planner.reading import read_json
 from tide_strategies.planner.sizing import rounds_of, solve
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.group import needed_memory
@@ -78,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan and print."""
     stated = parse_topology(arguments.topology) if arguments.topology else None
     topology = Topology(stated.nodes, stated.gpus_per_node) if stated else Topology(arguments.nodes, arguments.gpus)
+    limits.check_topology(topology)
     model, footprint = load_model(arguments, topology.ranks)
     rates = load_rates(arguments.rates, arguments.device)
     plan = make_plan(model, topology, rates, arguments, footprint)
@@ -104,11 +106,10 @@ def load_rates(text: str | None, device: str) -> Rates:
         except ValueError as e:
             raise TideConfigError(f"--rates calibrated: {e}; train with plan: auto first") from None
     try:
-        return Rates.from_dict(json.loads(Path(text).read_bytes()))
-    except (OSError, ValueError, RecursionError) as e:
+        return Rates.from_dict(read_json(Path(text), "rates"))
+    except TideConfigError as e:
         raise TideConfigError(
-            f"--rates is {', '.join(NAMED)}, calibrated, or a JSON file of rates; {text!r} cannot be read as one "
-            f"({type(e).__name__}: {e})"
+            f"--rates is {', '.join(NAMED)}, calibrated, or a JSON file of rates; {text!r} cannot be read as one ({e})"
         ) from None
 
 
@@ -139,6 +140,7 @@ def make_plan(
         [g.layout(topology.ranks) for g in model.groups],
         options.device,
     )
+    limits.check_model(model, topology, knobs.chunk_bytes)
     kinds = _kinds(model, topology, rates, options.device, knobs)
     largest = solve(rates, topology, max(output, 1))
     arena, method = _arena(model, topology, largest.round_width, knobs, options)

@@ -6,6 +6,7 @@ two H200 of one host, and calibration (``planner/calibrate.py``) measures the ma
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -78,7 +79,7 @@ class Rates:
                 good = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
                 wanted = f"a number from {low:g} to {high:g}{unit}"
             if not good:
-                raise TideConfigError(f"rate {f.name!r} must be {wanted}; got {repr(value)[:60]}")
+                raise TideConfigError(f"rate {f.name!r} must be {wanted}; got {reprlib.repr(value)[:80]}")
 
     def to_dict(self) -> dict[str, Any]:
         """The rates as plain values, which :meth:`from_dict` reads back."""
@@ -93,7 +94,7 @@ class Rates:
         """
         names = [f.name for f in fields(cls)]
         if not isinstance(data, Mapping) or set(data) != set(names):
-            got = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+            got = reprlib.repr(sorted(map(str, data))) if isinstance(data, Mapping) else type(data).__name__
             raise TideConfigError(f"rates are a mapping with exactly {', '.join(names)}; got {got}")
         return cls(**data)
 
