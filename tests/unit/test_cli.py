@@ -80,6 +80,9 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
         (["explain", "resnet"], "MODEL is package.module:function or a code"),
         (["explain", "a:b", "--set", "slots"], "--set takes OPTION=VALUE"),
         (["explain", "a:b", "--set", "all_gather.slot=3"], "did you mean 'all_gather.slots'?"),
+        (["explain", "a:b", "--set", "a." * 600 + "a=1"], "nested deeper than 32 sections"),
+        (["explain", "a:b", "--set", "plan=" + '{"a":' * 600 + "1" + "}" * 600], "nested deeper than 32 sections"),
+        (["explain", "a:b", "--set", "plan=" + "[" * 10**5], "'plan' must be 'auto' or 'tide' or 'stock'"),
         (["timeline", "--from", "/no/such/file"], "cannot read a trace"),
         (["timeline", "--mib", "-1"], "must be positive"),
         (["timeline", "--svg", "/no/such/folder/x.svg"], "cannot write"),
@@ -91,6 +94,18 @@ def test_what_is_wrong_is_said_on_stderr_with_exit_code_1(arguments: list[str], 
     captured = capsys.readouterr()
     assert words in captured.err
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("depth", [600, 5000])
+@pytest.mark.parametrize("suffix", [".json", ".yaml"])
+def test_an_options_file_of_sections_without_end_is_refused(
+    suffix: str, depth: int, tmp_path: Path, capsys: Output
+) -> None:
+    file = tmp_path / f"options{suffix}"
+    file.write_text('{"a": ' * depth + "1" + "}" * depth)
+    assert run("explain", "a:b", "--config", str(file)) == 1
+    said = capsys.readouterr().err
+    assert "nested deeper than 32 sections" in said or f"cannot read options from {file}: RecursionError" in said
 
 
 def test_tables_fit_and_wrap_their_last_column() -> None:

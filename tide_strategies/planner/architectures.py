@@ -48,8 +48,8 @@ def from_config(config: Any, name: str, *, itemsize: int = 2, master_itemsize: i
     if not isinstance(kind, str) or kind not in _DENSE | _MOE:
         known = ", ".join(sorted(_DENSE | _MOE))
         raise TideConfigError(
-            f"{name}: model_type {reprlib.repr(kind)[:80]} is not known here; known are {known}. Give a Python path instead "
-            f"(package.module:function, where the function returns the model)."
+            f"{name}: model_type {reprlib.repr(kind)[:80]} is not known here; known are {known}. Give a Python path "
+            "instead (package.module:function, where the function returns the model)."
         )
     return _decoder(config, str(kind), name, itemsize, master_itemsize, wrap)
 
