@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from tide_strategies.config import TideConfig
 from tide_strategies.fsdp2.access import unsharded_dtype
 from tide_strategies.fsdp2.connect import Member
 from tide_strategies.fsdp2.eligibility import REDUCIBLE
+from tide_strategies.fsdp2.facts import facts_of
 from tide_strategies.fsdp2.probing import measure_rates
 from tide_strategies.planner import calibrate as plans
 from tide_strategies.planner.knobs import Knobs
@@ -94,11 +93,15 @@ class Calibration:
                 )
             return
         self._exchange = process_group_exchange(ranks, config.timeout_s, "the calibration of collectives")
-        self._facts = _facts(ranks, device, config)
-        hosts = hosts_of(exchange_json(self._exchange, bootstrap.host_identity()))
-        self._facts["hosts"] = str([len(host) for host in hosts])
+        self._facts = facts_of(ranks, device, config)
+        index = torch.cuda.current_device() if device.type == "cuda" else 0
+        stated = exchange_json(self._exchange, [bootstrap.host_identity(), index])
+        self._facts["hosts"] = str([len(host) for host in hosts_of([identity for identity, _ in stated])])
+        self._facts["devices"] = str([at for _, at in stated])
         self._where, self._spent_s = plans.folder(config.calibration.cache), 0.0
-        self._known = _known(self._exchange, ranks.rank(), self._facts, self._where)
+        self._known, alike = _known(self._exchange, ranks.rank(), self._facts, self._where)
+        if not alike:
+            self._where = None  # rank 0's facts would vouch for what was measured with ranks unlike it
 
     def rates(self) -> tuple[Rates | None, str]:
         """The machine's rates and where they are from: "cache" or "measured"; None where they cannot be told."""
@@ -175,56 +178,27 @@ def _result(key: str, member: Member, known: plans.Table, fresh: plans.Table) ->
     return None if found is None else Calibrated(found, "estimated", gathers)
 
 
-def _known(exchange: Exchange, rank: int, facts: dict[str, str], where: Path | None) -> plans.Known:
-    """What rank 0 has under these facts, if all ranks have the same facts."""
+def _known(exchange: Exchange, rank: int, facts: dict[str, str], where: Path | None) -> tuple[plans.Known, bool]:
+    """What rank 0 has under these facts, if all ranks have the same facts; and whether they have."""
     known = plans.Known()
     if rank == 0 and where is not None:
         known, problem = plans.load(where, facts)
         if problem:
             _log.warning("TIDE: what was calibrated before is not used (%s)", problem)
     stated = exchange_json(exchange, {"facts": facts, **plans.plain(known)})
-    if any(s.get("facts") != stated[0].get("facts") for s in stated):
-        return plans.Known()
-    return plans.from_plain(stated[0])
-
-
-def _facts(ranks: dist.ProcessGroup, device: torch.device, config: TideConfig) -> dict[str, str]:
-    """Everything that the times depend on and that can change between two jobs."""
-    facts = {
-        "package": metadata.version("tide-strategies"),
-        "torch": str(torch.__version__),
-        "device": device.type,
-        "ranks": str(ranks.size()),
-        "backend": str(dist.get_backend(ranks)),
-        "topology": str(config.topology),
-        "rail": config.rail,
-        "all_gather": str(config.all_gather),
-        "reduce_scatter": str(config.reduce_scatter),
-        "threads": str(torch.get_num_threads()),
-        "processors": f"{_processor()} x {len(os.sched_getaffinity(0))}",
-    }
-    if device.type == "cuda":
-        index = torch.cuda.current_device()
-        from tide_strategies._native import cuda
-
-        facts["gpu"] = f"{torch.cuda.get_device_name(index)} x {torch.cuda.device_count()}"
-        facts["driver"] = str(cuda.probe()["driver_version"])
-        facts["nccl"] = str(torch.cuda.nccl.version())
-    return facts
+    first = stated[0]["facts"]
+    unlike = {k for s in stated for k in {*s["facts"], *first} if s["facts"].get(k) != first.get(k)}
+    if unlike:
+        if rank == 0 and where is not None:
+            _log.info("TIDE: ranks differ in %s, so the calibration is not kept", ", ".join(sorted(unlike)))
+        return plans.Known(), False
+    return plans.from_plain(stated[0]), True
 
 
 def _backend(ranks: dist.ProcessGroup, device: torch.device) -> str:
     """The backend of a process group for tensors on a kind of device."""
     by_device = dict(entry.split(":") for entry in str(dist.get_backend_config(ranks)).split(","))
     return by_device.get(device.type, "none")
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "unknown")
-    except OSError:
-        return "unknown"
 
 
 def _details(group: Any) -> list[object]:
