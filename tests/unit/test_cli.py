@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from tide_strategies import _native
 from tide_strategies.cli import checks, doctor
 from tide_strategies.cli.main import COMMANDS, main
+from tide_strategies.cli.plan import arena_of_gpu_ranks
 from tide_strategies.cli.tables import WIDTH, gib, table
 from tide_strategies.errors import TideConfigError
 from tide_strategies.planner import architectures, memory
 from tide_strategies.planner.calibrate import fingerprint
 from tide_strategies.planner.groups import Group, Model
+from tide_strategies.planner.knobs import Knobs
 from tide_strategies.planner.rates import PAPER
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.topology import Topology
@@ -231,10 +233,23 @@ def test_any_file_is_a_model_or_a_clear_refusal(tmp_path: Path, content: bytes) 
 def test_the_gpu_arena_counts_whole_granules() -> None:
     model = architectures.preset("wan2.2-14b")
     chunk = 18 * 2**20
-    arena = memory.arena_on_gpu(model.groups, 8, counters=100, chunk_bytes=chunk)
-    assert all(n % memory.GPU_GRANULE == 0 for n in arena.values())
-    assert arena["staging"] == 2 * 7 * chunk
-    assert list(arena) == ["control", "staging", "ring", "pinned"]
+    for multicast in (False, True):
+        arena = arena_of_gpu_ranks(
+            model.groups,
+            Topology(1, 8),
+            knobs=Knobs(chunk_bytes=chunk),
+            ring=memory.Ring(),
+            mode="in_place",
+            multicast=multicast,
+        )
+        assert all(n % memory.GPU_GRANULE == 0 for n in arena.values())
+        assert arena["staging"] == 2 * 7 * chunk
+        assert sorted(arena) == sorted(["control", "staging", "ring", "pinned"] + ["stage"] * multicast)
+        if multicast:  # the own shards of the largest group are cast into it
+            largest = max(
+                sum(x.shard_bytes(p) for p in range(len(x.params))) for g in model.groups for x in [g.layout(8)]
+            )
+            assert arena["stage"] - largest in range(memory.GPU_GRANULE)
 
 
 @pytest.mark.parametrize(("ranks", "groups", "slots"), [(2, 1, 1), (8, 82, 2), (8, 400, 9)])
@@ -242,7 +257,7 @@ def test_control_memory_is_what_the_native_core_asks_for(ranks: int, groups: int
     """On GPUs from its own function, on CPUs from an arena that is really made."""
     counters = CallBook(Topology(1, ranks), groups + slots).counters
     group = architectures.block("b", [(64, 64)], 2)
-    on_gpu = memory.arena_on_gpu([group] * groups, ranks, counters=counters, chunk_bytes=4096, granule=1)
+    on_gpu = memory.arena_on_gpu([group] * groups, ranks, counters=counters, reserved={}, granule=1)
     assert on_gpu["control"] == _native.cuda.Control.control_bytes(ranks, counters)
     on_cpu = memory.arena_on_cpu([group] * groups, Topology(1, ranks), counters=counters, reserved={})
     assert on_cpu["control"] == _native.Arena.create(ranks, 0, counters).control_bytes
