@@ -98,7 +98,9 @@ class Calibration:
         stated = exchange_json(self._exchange, [bootstrap.host_identity(), index])
         self._facts["hosts"] = str([len(host) for host in hosts_of([identity for identity, _ in stated])])
         self._facts["devices"] = str([at for _, at in stated])
-        self._where, self._spent_s = plans.folder(config.calibration.cache), 0.0
+        #: Seconds that this rank has spent on measuring: "rates" and "groups", as far as either was measured.
+        self.spent_s: dict[str, float] = {}
+        self._where = plans.folder(config.calibration.cache)
         self._known, alike = _known(self._exchange, ranks.rank(), self._facts, self._where)
         if not alike:
             self._where = None  # rank 0's facts would vouch for what was measured with ranks unlike it
@@ -109,11 +111,11 @@ class Calibration:
             return None, ""
         if self._known.rates is not None:
             return self._known.rates, "cache"
-        if self._ranks.rank() == 0:
-            _log.info("TIDE: measuring rates of copies, sums, waits and rails (about a second)")
         budget_s, start = min(self._config.calibration.budget_s / 2, _MOST_FOR_RATES_S), time.perf_counter()
+        if self._ranks.rank() == 0:
+            _log.info("TIDE: measuring rates of copies, sums, waits and rails (in about %g s)", budget_s)
         found = measure_rates(self._exchange, self._ranks, self._device, self._config, budget_s)
-        self._spent_s = time.perf_counter() - start
+        self._spent("rates", time.perf_counter() - start)
         if found is not None:
             self._keep(replace(self._known, rates=found))
         return found, "measured"
@@ -143,7 +145,7 @@ class Calibration:
     def _measured(self, todo: Mapping[str, Member], members: Sequence[Member]) -> plans.Table | None:
         """Times of as many kinds of groups as the budget allows; None if stock cannot be timed."""
         whole_s, fresh, start = self._config.calibration.budget_s, plans.Table(), time.perf_counter()
-        budget_s = max(whole_s - exchange_json(self._exchange, self._spent_s)[0], whole_s / 2)
+        budget_s = max(whole_s - exchange_json(self._exchange, self.spent_s.get("rates", 0.0))[0], whole_s / 2)
         if todo and self._ranks.rank() == 0:
             _log.info("TIDE: timing %d kinds of parameter groups (at most %g s)", len(todo), budget_s)
         try:
@@ -155,11 +157,18 @@ class Calibration:
                 if measured is None:
                     return None
                 fresh[key] = measured
+            if todo:
+                self._spent("groups", time.perf_counter() - start, f" ({len(fresh)} of {len(todo)} kinds)")
         finally:
             _forget_calls(members)
             if todo and self._device.type == "cuda":
                 torch.cuda.empty_cache()  # the model's first step finds the memory as if nothing had been measured
         return fresh
+
+    def _spent(self, what: str, seconds: float, more: str = "") -> None:
+        self.spent_s[what] = seconds
+        if self._ranks.rank() == 0:
+            _log.info("TIDE: measuring %s took %.2f s%s", what, seconds, more)
 
     def _keep(self, known: plans.Known) -> None:
         self._known = known
