@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -141,28 +142,38 @@ def test_rates_at_their_bounds_all_together_make_a_plan(tmp_path: Path) -> None:
                 assert plan(tmp_path, CONFIG, rates, *words)[0] == 0
 
 
+@pytest.mark.parametrize("name", _LIMITS)
+def test_rates_beyond_a_bound_are_named(tmp_path: Path, name: str) -> None:
+    low, high = _LIMITS[name]
+    for value in (math.nextafter(low, -math.inf), math.nextafter(high, math.inf), 5e-324 if low else -5e-324, 1e300):
+        code, err = plan(tmp_path, CONFIG, {**PAPER.to_dict(), name: value})
+        assert code == 1
+        assert f"rate '{name}' must be a number from {low:g} to {high:g}" in err
+
+
 _BEYOND = st.sampled_from([5e-324, 1e-300, 1e300, -1.0, 0.5, 0, None, "1", [1], True, 10**40])
 _RATES = st.fixed_dictionaries(
-    {}, optional={n: st.one_of(st.sampled_from(both), _BEYOND, st.floats(*both)) for n, both in _LIMITS.items()}
+    {}, optional={n: st.one_of(st.sampled_from(both), st.floats(*both)) for n, both in _LIMITS.items()}
 )
-_SIZE = st.one_of(st.integers(1, 300), st.sampled_from([10**5, 10**8, 0, -1, 1.5, None, "8", [], {}, 10**30]))
 _ATTENTION = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 _EXPERTS = ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
-_KINDS = st.sampled_from(["qwen2", "mixtral", "qwen3_moe", None, {}])
+_NAMES = (*_ATTENTION, *_EXPERTS, "intermediate_size")
 _SIZES = st.fixed_dictionaries(
-    {},
-    optional={
-        **dict.fromkeys((*_ATTENTION, *_EXPERTS, "intermediate_size"), _SIZE),
-        "model_type": _KINDS,
-        "mlp_only_layers": _BEYOND,
-    },
+    {"model_type": st.sampled_from(["llama", "qwen2", "mixtral", "qwen3_moe"])},
+    optional=dict.fromkeys(_NAMES, st.integers(1, 300)),
 )
+_HOSTILE = st.sampled_from([10**5, 10**8, 0, -1, 1.5, None, "8", [], {}, 10**30])
+#: Nothing, or something that is no size or rate in one place.
+_SIZE_BEYOND = st.one_of(
+    st.just({}), st.dictionaries(st.sampled_from([*_NAMES, "model_type", "mlp_only_layers"]), _HOSTILE, max_size=1)
+)
+_RATE_BEYOND = st.one_of(st.just({}), st.dictionaries(st.sampled_from([*_LIMITS]), _BEYOND, max_size=1))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    _SIZES,
-    st.one_of(st.just({}), _RATES),
+    st.builds(dict.__or__, _SIZES, _SIZE_BEYOND),
+    st.builds(dict.__or__, _RATES, _RATE_BEYOND),
     st.sampled_from(["1x2", "1x3", "2x2", "4x1", "9x8", "1x1"]),
     st.sampled_from(["cpu", "cuda"]),
 )
