@@ -3,7 +3,7 @@
 #   make test                        set up, then all checks and tests
 #   make test TORCH=torch==2.12.0    the same with another torch
 #   make demo PYTHON=python3.12      the same with another Python
-# On a machine with GPUs: make test-gpu, make bench-gpu.
+# On a machine with GPUs: make test-gpu, make sanitize-gpu, make bench-gpu.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -41,7 +41,7 @@ GPU_PACKAGE := $(abspath build/gpu-package)
 BENCHMARKS ?= collectives step interference
 BENCH_OUTPUT := $(abspath bench_output)
 
-.PHONY: help setup demo test test-all lint docs bench gpu-package test-gpu bench-gpu clean distclean
+.PHONY: help setup demo test test-all lint docs bench gpu-package test-gpu sanitize-gpu bench-gpu clean distclean
 
 help: ## Say what there is to make
 	@echo "Targets:"
@@ -116,6 +116,13 @@ gpu-package:
 test-gpu: gpu-package ## Run the GPU tests with PYTHON_GPU, on one card or many
 	@cd $(GPU_PACKAGE) && $(PYTHON_GPU) -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -p no:cacheprovider \
 	  $(CURDIR)/tests/gpu $(PYTEST_ARGS)
+
+sanitize-gpu: gpu-package ## Run the tests of the GPU kernels under compute-sanitizer (memcheck, racecheck)
+	@cd $(GPU_PACKAGE); for tool in memcheck racecheck; do \
+	  echo "==> compute-sanitizer --tool $$tool"; \
+	  compute-sanitizer --tool $$tool --error-exitcode 9 $(PYTHON_GPU) -m pytest -c $(CURDIR)/pyproject.toml \
+	    --rootdir $(CURDIR) -p no:cacheprovider $(CURDIR)/tests/gpu/test_kernels_*.py $(PYTEST_ARGS); \
+	done
 
 bench-gpu: gpu-package ## Run the benchmarks on GPUs with PYTHON_GPU; results in bench_output/
 	@mkdir -p $(BENCH_OUTPUT)

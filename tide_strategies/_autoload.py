@@ -6,8 +6,8 @@ finder; no framework and no other part of TIDE is imported). When the program la
 of ``_HOOKS``, the finder lets the ordinary import run and then calls that module's hook, which adds TIDE to the
 framework's own registry.
 
-Accelerate's command line learns to read a ``tide_config:`` section; in any other process Accelerate is left alone,
-unless it was started for such a file.
+Accelerate's command line learns to read a ``tide_config:`` section; in any other process Accelerate and transformers
+are left alone, unless it was started for such a file. A host of a version that TIDE does not support is left as it is.
 
 Switched off by ``TIDE_AUTOLOAD=0``. With ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` torch calls no entry point at all;
 ``import tide_strategies`` then does the same work by hand.
@@ -27,6 +27,9 @@ SWITCH = "TIDE_AUTOLOAD"
 _LIGHTNING = "tide_strategies.integrations.lightning.registration"
 _ACCELERATE = "tide_strategies.integrations.accelerate"
 
+#: Set by the launcher for its workers from the ``tide_config:`` section, as JSON: its presence asks for TIDE.
+CONFIG_ENV = "TIDE_CONFIG"
+
 # Host module -> hook, as "module:function"; the function gets the host module once its import is complete.
 # A hook may run more than once for a module (after a reload), so it must be idempotent.
 _HOOKS = {
@@ -35,8 +38,26 @@ _HOOKS = {
     "lightning.fabric.strategies": f"{_LIGHTNING}:register_fabric_strategy",
     "lightning_fabric.strategies": f"{_LIGHTNING}:register_fabric_strategy",
     "accelerate.commands.launch": f"{_ACCELERATE}.launching:extend_launcher",
-    "accelerate.accelerator": f"{_ACCELERATE}.environment:extend_if_requested",
+    "accelerate.accelerator": f"{_ACCELERATE}.training:extend",
+    "transformers.trainer": f"{_ACCELERATE}.trainer:extend",
+    "transformers.training_args": f"{_ACCELERATE}.trainer:extend_arguments",
 }
+
+# Hosts of programs that need not know of TIDE: their hooks run where the launcher asked for it, and nowhere else.
+_ON_REQUEST = {"accelerate.accelerator", "transformers.trainer", "transformers.training_args"}
+
+# Versions that TIDE supports, as in pyproject.toml.
+_LIGHTNING_VERSIONS = ">=2.5,!=2.6.2,!=2.6.3"
+_SUPPORTED = {
+    "lightning": _LIGHTNING_VERSIONS,
+    "pytorch_lightning": _LIGHTNING_VERSIONS,
+    "lightning_fabric": _LIGHTNING_VERSIONS,
+    "accelerate": ">=1.13",
+    "transformers": ">=4.57",
+}
+
+# Programs import these without a thought of TIDE, and must not hear of it: the names that are registered there tell.
+_TELL_WHEN_USED = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 # Host modules that are programs too, run as ``python -m``, and what such a program calls. The hook works on the module
 # that an import gives, so that one is imported then, and its function called.
@@ -124,7 +145,15 @@ def _run_hook_after_exec(spec: ModuleSpec) -> None:
 
 def _run_hook(name: str, module: ModuleType) -> None:
     """Call the hook of a host module; a hook that fails leaves the host as it was, with one warning."""
+    if name in _ON_REQUEST and not os.environ.get(CONFIG_ENV):
+        return
     try:
+        host = name.partition(".")[0]
+        words = None if host in _TELL_WHEN_USED else unsupported(host)
+        if words is not None:
+            if name in _ON_REQUEST or _ask_for_tide(sys.argv[1:]):
+                _warn_once(host, words)
+            return
         from importlib import import_module
 
         where, _, function = _HOOKS[name].partition(":")
@@ -133,6 +162,34 @@ def _run_hook(name: str, module: ModuleType) -> None:
         _warn_once(
             name, f"TIDE could not register with {name} and is not available there ({type(error).__name__}: {error})"
         )
+
+
+def unsupported(host: str) -> str | None:
+    """Words for a host which says that it has a version that TIDE does not support; else None."""
+    version = getattr(sys.modules.get(host), "__version__", None)  # every host sets it before it imports its parts
+    if host not in _SUPPORTED or not isinstance(version, str):
+        return None  # what the hooks rely on they look for themselves
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    # The base: a development version of what is supported is near enough.
+    if SpecifierSet(_SUPPORTED[host]).contains(Version(version).base_version):
+        return None
+    return (
+        f"TIDE supports {host}{_SUPPORTED[host]}; this is {version}, to which it adds nothing. Install one of those, "
+        f"or set {SWITCH}=0 if this program does not use TIDE."
+    )
+
+
+def _ask_for_tide(arguments: Sequence[str]) -> bool:
+    """Whether a launcher's command line names a file with a section for TIDE."""
+    for argument in arguments:
+        path = argument.rpartition("=")[2]
+        if path.endswith((".yaml", ".yml", ".json")) and os.path.isfile(path):
+            with open(path, errors="replace") as file:
+                if "tide_config" in file.read():
+                    return True
+    return False
 
 
 def _is_initializing(module: ModuleType) -> bool:

@@ -354,7 +354,11 @@ def _check_fields(obj: Any, section: str) -> None:
         if not any(_accepts(value, m) for m in members):
             name = f"{section}.{f.name}" if section else f.name
             allowed = " or ".join(_describe(m) for m in members)
-            raise TideConfigError(f"TIDE option {name!r} must be {allowed}; got {value!r} ({type(value).__name__})")
+            choices = [a for m in members if typing.get_origin(m) is Literal for a in typing.get_args(m)]
+            close = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            got = f"{value!r} ({type(value).__name__}){hint}"
+            raise TideConfigError(f"TIDE option {name!r} must be {allowed}; got {got}")
 
 
 def _accepts(value: Any, hint: Any) -> bool:

@@ -139,16 +139,51 @@ def checkpoint_that_does_not_exist(pl, folder):
     fit(pl, resume=folder / "none.ckpt")
 
 
-@gets(r"state of 1 optimizer\(s\), but 2 are configured; resume with the optimizers")
-def checkpoint_of_other_optimizers(pl, folder):
-    class Two(module_class(pl)):
+def resuming_with(pl, folder, kind, optimizers_of, saved_of=None):
+    """Save with one optimizer, or with those of ``saved_of``, and resume with those of ``optimizers_of``."""
+
+    class Other(module_class(pl)):
         automatic_optimization = False
 
-        def configure_optimizers(self):
-            return [torch.optim.Adam(part.parameters()) for part in (self.network.blocks, self.network.head)]
+        def __init__(self, make):
+            super().__init__()
+            self.make = make
 
-    fit(pl).save_checkpoint(folder / "one.ckpt")
-    fit(pl, Two(), resume=folder / "one.ckpt", max_epochs=2)
+        def configure_optimizers(self):
+            return self.make(self.network)
+
+    strategy = strategy_of(pl, state_dict_type=kind)
+    saved = module_class(pl)() if saved_of is None else Other(saved_of)
+    fit(pl, saved, strategy).save_checkpoint(folder / "saved.ckpt")
+    fit(pl, Other(optimizers_of), resume=folder / "saved.ckpt", max_epochs=2)
+
+
+def two_adams(network):
+    return [torch.optim.Adam(part.parameters()) for part in (network.blocks, network.head)]
+
+
+def one_adam(network):
+    return torch.optim.Adam(network.parameters())
+
+
+@gets(r"state of 1 optimizer\(s\), but 2 are configured; resume with the optimizers")
+def full_checkpoint_of_fewer_optimizers(pl, folder):
+    resuming_with(pl, folder, "full", two_adams)
+
+
+@gets(r"state of 1 optimizer\(s\), but 2 are configured; resume with the optimizers")
+def sharded_checkpoint_of_fewer_optimizers(pl, folder):
+    resuming_with(pl, folder, "sharded", two_adams)
+
+
+@gets(r"state of 2 optimizer\(s\), but 1 are configured; resume with the optimizers")
+def sharded_checkpoint_of_more_optimizers(pl, folder):
+    resuming_with(pl, folder, "sharded", one_adam, saved_of=two_adams)
+
+
+@gets(r"has no 'optimizer_0\.state\.network\..*; resume with the model and the optimizers that")
+def sharded_checkpoint_of_another_optimizer(pl, folder):
+    resuming_with(pl, folder, "sharded", one_adam)
 
 
 @gets(r"expert_parallel_size=2 needs expert_policy: .* such as expert_policy=\{'Experts'\}")

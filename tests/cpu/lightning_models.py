@@ -42,6 +42,17 @@ class Network(nn.Module):
         return self.head(x * self.scale)
 
 
+class Normed(Network):
+    """The network behind a batch norm, whose running statistics are each rank's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
 def data(rows=32):
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(rows, WIDTH, generator=generator)

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -48,9 +49,11 @@ def test_accelerate_finetune(tmp_path):
 
 @needs_transformers
 def test_transformers_trainer(tmp_path):
-    small = ["--max_steps=4", "--per_device_train_batch_size=1", "--gradient_accumulation_steps=1"]
+    small = ["--max_steps=4", "--per_device_train_batch_size=1", "--gradient_accumulation_steps=1", "--logging_steps=2"]
+    small += ["--layers=2", "--width=32", "--hidden=64", "--heads=2", "--kv_heads=1", "--context=16"]
     done = run(*LAUNCH, "examples/transformers_trainer.py", *small, "--fsdp", "--output_dir", tmp_path)
-    assert "TIDE: 5 of 5 groups accelerated" in done.stderr
+    assert "TIDE: 3 of 3 groups accelerated" in done.stderr
+    assert len(re.findall(r"'loss': '?[\d.]+", done.stdout)) == 2
     assert done.stdout.count("loss on new text:") == 1
 
 

@@ -62,6 +62,10 @@ def changed(**changes):
         (changed(tide_confg={}, tide_config=...), ["'tide_confg'", "did you mean 'tide_config'"]),
         (changed(tide={}, tide_config=...), ["'tide'", "did you mean 'tide_config'"]),
         (changed(fsdp_config={"fsdp_tide_slots": 3}), ["fsdp_tide_slots", "section tide_config"]),
+        (
+            changed(fsdp_config={"fsdp_timout_s": 3}),
+            ["fsdp_timout_s (did you mean 'timeout_s'?)", "section tide_config"],
+        ),
         (changed(distributed_type="MULTI_GPU"), ["distributed_type: FSDP", "says MULTI_GPU"]),
         (changed(fsdp_config={"fsdp_version": 1}), ["fsdp_version: 2", "to-fsdp2"]),
         (
@@ -156,6 +160,34 @@ def test_an_accelerate_that_is_too_different_is_refused_by_name():
     with pytest.raises(TideError, match=r"has another accelerate\.accelerator\.fsdp2_prepare_model than TIDE knows"):
         extend(other)
     assert accelerator.Accelerator.__init__ is before, "nothing is changed by halves"
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted", "index", "refused"),
+    [
+        ("pytorch_model_fsdp.bin", "SHARDED_STATE_DICT", 0, "written with FULL_STATE_DICT, and this run has SHARDED"),
+        ("pytorch_model_fsdp_0/", "FULL_STATE_DICT", 0, "written with SHARDED_STATE_DICT, and this run has FULL"),
+        ("pytorch_model_fsdp_1.bin", "SHARDED_STATE_DICT", 1, "written with FULL_STATE_DICT, and this run has SHARDED"),
+        ("pytorch_model_fsdp_1.bin", "SHARDED_STATE_DICT", 0, None),  # of another model
+        ("pytorch_model_fsdp.bin", "FULL_STATE_DICT", 0, None),
+        ("pytorch_model_fsdp_0/", "SHARDED_STATE_DICT", 0, None),
+        ("nothing/", "SHARDED_STATE_DICT", 0, None),  # Accelerate says so
+    ],
+)
+def test_a_checkpoint_of_the_other_type(tmp_path, there, wanted, index, refused):
+    from tide_strategies.integrations.accelerate.checkpoint_kind import extend_loading
+
+    (tmp_path / there).mkdir() if there.endswith("/") else (tmp_path / there).touch()
+    host = types.ModuleType("host")
+    host.load_fsdp_model = lambda fsdp_plugin, accelerator, model, input_dir, model_index=0, **more: "loaded"
+    extend_loading(host)
+    for given in (plugin(state_dict_type=wanted), types.SimpleNamespace()):  # one of TIDE's, and another
+        arguments = (given, None, None, str(tmp_path), index)
+        if refused is None or not hasattr(given, "tide_config"):
+            assert host.load_fsdp_model(*arguments, use_dcp=True) == "loaded"
+        else:
+            with pytest.raises(TideConfigError, match=refused):
+                host.load_fsdp_model(*arguments)
 
 
 def plugin(**options):

@@ -86,8 +86,9 @@ def test_bits_of_stock_with_accumulation_and_clipping(tmp_path):
 
 def resumed(rank, world, folder):
     import accelerate_jobs as jobs
+    import torch
 
-    from tide_strategies import TideFSDPPlugin
+    from tide_strategies import TideConfigError, TideFSDPPlugin
 
     jobs.environment(rank, world)
     results = {}
@@ -99,7 +100,13 @@ def resumed(rank, world, folder):
             accelerator = jobs.accelerator_with_tide(plugin, gradient_accumulation_steps=2)
             return jobs.Training(accelerator, seed=seed + rank)
 
-        through = training(seed=0).run(3)
+        through = training(seed=0)
+        values = through.accelerator.get_state_dict(through.model)  # all of them on rank 0
+        built = jobs.Model(seed=0).state_dict()
+        from_rank_0 = rank > 0 or (
+            values.keys() == built.keys() and all(torch.equal(values[n], built[n]) for n in built)
+        )
+        through.run(3)
         through.accelerator.save_state(str(folder / kind))
         saved = through.result()
         through.run(3)
@@ -109,11 +116,20 @@ def resumed(rank, world, folder):
         reloaded = through.result()
         jobs.finish(through)
         later = training(seed=77)
+        (other,) = {"SHARDED_STATE_DICT", "FULL_STATE_DICT"} - {kind}
+        refused = ""
+        if (folder / other).exists():
+            try:
+                later.accelerator.load_state(str(folder / other))
+            except TideConfigError as e:
+                refused = str(e)
         later.accelerator.load_state(str(folder / kind))
         later.step = 3
         later.run(3)
         full = later.accelerator.get_state_dict(later.model)
         results[kind] = {
+            "from rank 0": from_rank_0,
+            "refused": refused,
             "reloaded": reloaded[:2] == saved[:2] and reloaded[3] == saved[3],
             "resumed": later.result()[:2] == uninterrupted[:2] and later.result()[3] == uninterrupted[3],
             "status": later.accelerator.state.fsdp_plugin.tide_report().status,
@@ -125,8 +141,13 @@ def resumed(rank, world, folder):
 
 def test_resumed_equals_uninterrupted_in_both_checkpoint_types(tmp_path):
     for results in launch(2, resumed, tmp_path):
+        words = results["FULL_STATE_DICT"].pop("refused")
+        assert "was written with SHARDED_STATE_DICT, and this run has FULL_STATE_DICT" in words
+        assert "state_dict_type='SHARDED_STATE_DICT' in TideFSDPPlugin" in words
+        assert results["SHARDED_STATE_DICT"].pop("refused") == "", "nothing there"
         for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
             assert results[kind] == {
+                "from rank 0": True,
                 "reloaded": True,
                 "resumed": True,
                 "status": "4 of 4 groups accelerated",

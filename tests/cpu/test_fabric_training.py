@@ -75,7 +75,28 @@ def check_joint_setup_with_accumulation_and_clipping_by_norm(namespace, folder):
     assert all(isinstance(p, DTensor) for g in optimizer.param_groups for p in g["params"])
     train(fabric, model, optimizer, epochs=2, accumulate=2, clip_norm=0.5)
     assert_close(full_state(network), expected)
-    assert len(fabric.strategy.tide_report().groups) == 4
+    groups = fabric.strategy.tide_report().groups
+    assert len(groups) == 4
+    assert {g.reduce_scatter.calls for g in groups} == {4}, "two steps an epoch, of two micro-batches each"
+    # The bits are those of stock FSDP2: two addends have but one order.
+    stock = Network()
+    plain = fabric_of(namespace, strategy_of(namespace, plan="stock"))
+    model, optimizer = plain.setup(stock, sgd(stock.parameters()))
+    train(plain, model, optimizer, epochs=2, accumulate=2, clip_norm=0.5)
+    assert {g.path for g in groups} == {"tide"}
+    assert {g.path for g in plain.strategy.tide_report().groups} == {"stock"}
+    assert_close(full_state(network), full_state(stock), 0.0)
+
+
+def check_compiled_network(namespace, folder):
+    network = Network()
+    expected = reference(network, sgd)
+    fabric = fabric_of(namespace)
+    model, optimizer = fabric.setup(torch.compile(network, backend="eager"), sgd(network.parameters()))
+    train(fabric, model, optimizer)
+    assert isinstance(network, FSDPModule)
+    assert {g.path for g in fabric.strategy.tide_report().groups} == {"tide"}
+    assert_close(full_state(network), expected)
 
 
 def check_separate_setup_with_clipping_by_value(namespace, folder):
@@ -146,6 +167,8 @@ def check_checkpoints(namespace, folder):
             assert_close(full_state(other), saved, 0.0)
             train(fabric, model, optimizer)
             assert_close(full_state(other), full_state(network), 0.0)
+    with pytest.raises(TideConfigError, match=r"has no 'second\.param_groups.*; resume with the model"):
+        fabric.load(folder / "sharded-adamw.ckpt", {"model": model, "second": optimizer})
     plain = Network()
     plain.load_state_dict(torch.load(folder / "full-adamw.ckpt", weights_only=True)["model"])
 

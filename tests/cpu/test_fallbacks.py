@@ -284,9 +284,12 @@ def _run_four(rank: int, world: int, folder: Path) -> dict[str, Any]:
     results = _mixed(rank, world, FOUR_RANKS)
     if HAS_LIGHTNING:
         import lightning_experts
+        import lightning_hsdp
 
         lightning_experts.with_four_ranks(folder)
         results["expert subgroups"] = True
+        lightning_hsdp.with_four_ranks()
+        results["HSDP"] = True
     return results
 
 
@@ -298,6 +301,11 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
 @pytest.mark.skipif(not HAS_LIGHTNING, reason="needs lightning")
 def test_experts_in_two_parts_of_two_ranks_each_run_on_tide(four_ranks: list[dict[str, Any]]) -> None:
     assert [r["expert subgroups"] for r in four_ranks] == [True] * 4
+
+
+@pytest.mark.skipif(not HAS_LIGHTNING, reason="needs lightning")
+def test_two_replicas_of_two_ranks_each_run_on_tide_in_lightning(four_ranks: list[dict[str, Any]]) -> None:
+    assert [r["HSDP"] for r in four_ranks] == [True] * 4
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)

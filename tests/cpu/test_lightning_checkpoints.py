@@ -15,15 +15,18 @@ import torch
 from harness import launch
 from lightning_models import (
     Network,
+    Normed,
     assert_close,
     assert_passed,
     full_state,
     in_new_folder,
     loader,
     module_class,
+    on,
     part_loader,
     quiet_import,
     run_checks,
+    sgd,
     strategy_of,
     trainer_of,
 )
@@ -107,6 +110,73 @@ def check_sgd_without_state(pl, folder):
         resumed_equals_uninterrupted(pl, folder, kind, lambda: module_class(pl)(optimizer_of=plain_sgd))
 
 
+def check_several_optimizers(pl, folder):
+    """Of different kinds, so that states in each other's place would not fit, each in every other step."""
+
+    class Two(module_class(pl)):
+        automatic_optimization = False
+
+        def training_step(self, batch, index):
+            self.manual_backward(super().training_step(batch, index))
+            self.optimizers()[index % 2].step()
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+
+        def configure_optimizers(self):
+            return adamw(self.network.blocks.parameters()), sgd([self.network.scale, *self.network.head.parameters()])
+
+    for kind in ("full", "sharded"):
+        resumed_equals_uninterrupted(pl, folder, kind, Two)
+
+
+def check_running_statistics_averaged_before_they_are_saved(pl, folder):
+    class Averaging(module_class(pl)):
+        def __init__(self):
+            super().__init__(Normed(), adamw)
+
+        def on_train_epoch_end(self):
+            for name, buffer in self.named_buffers():
+                if name.endswith(("running_mean", "running_var")):
+                    buffer.copy_(self.trainer.strategy.reduce(buffer, reduce_op="mean"))
+
+    for kind in ("full", "sharded"):
+        resumed_equals_uninterrupted(pl, folder, kind, Averaging)
+
+
+def check_weights_alone_do_not_resume(pl, folder):
+    for kind in ("full", "sharded"):
+        module = module_class(pl)()
+        keep = pl.callbacks.ModelCheckpoint(folder, kind, save_weights_only=True)
+        callbacks = [keep, lightning_ema.ema_of(pl)]  # validation, after which it saves, runs with averages
+        trainer = trainer_of(pl, strategy_of(pl, state_dict_type=kind), callbacks=callbacks, enable_checkpointing=True)
+        trainer.fit(module, part_loader(), loader())
+        path = folder / f"{kind}.ckpt"
+        content = torch.load(path / "meta.pt" if kind == "sharded" else path, weights_only=False)
+        assert not {"optimizer_states", "tide_ema"} & content.keys()
+        with pytest.raises(KeyError, match="checkpoint contains only the model"):  # Lightning's words
+            fit(pl, module_class(pl)(), kind, epochs=2, resume=path)
+        other = module_class(pl)(Network(seed=1))
+        trainer_of(pl).test(other, loader(), ckpt_path=path, verbose=False)
+        assert_close(full_state(other), full_state(module), 0.0)
+
+
+def check_checkpoint_on_an_exception(pl, folder):
+    def fail(trainer, module):
+        if trainer.global_step == 2:
+            raise LookupError("made to fail")
+
+    for kind in ("full", "sharded"):
+        module, other, states = module_class(pl)(), module_class(pl)(Network(seed=1)), []
+        callbacks = [pl.callbacks.OnExceptionCheckpoint(folder, kind), on(pl, on_train_batch_end=fail)]
+        strategy = strategy_of(pl, state_dict_type=kind)
+        with pytest.raises(LookupError, match="made to fail"):
+            trainer_of(pl, strategy, callbacks=callbacks, enable_checkpointing=True).fit(module, part_loader())
+        look = on(pl, on_train_start=lambda t, m, s=states: s.append((t.global_step, full_state(m))))
+        trainer_of(pl, callbacks=[look]).fit(other, part_loader(), ckpt_path=folder / f"{kind}.ckpt")
+        assert states[0][0] == 2
+        assert_close(states[0][1], full_state(module), 0.0)
+
+
 def check_frozen_parameters(pl, folder):
     def make():
         module = module_class(pl)(optimizer_of=adamw)
@@ -154,6 +224,12 @@ def check_model_checkpoint_callback(pl, folder):
     (metrics,) = trainer.test(ckpt_path="best", dataloaders=loader(), verbose=False)
     assert metrics["test_loss"] == pytest.approx(best, rel=1e-5)
     assert (folder / "last.ckpt" / "meta.pt").is_file()
+    began = []
+    look = on(pl, on_train_start=lambda t, m: began.append(t.global_step))
+    last = pl.callbacks.ModelCheckpoint(folder, save_last=True)
+    again = trainer_of(pl, strategy_of(pl), max_epochs=4, callbacks=[last, look], enable_checkpointing=True)
+    again.fit(module_class(pl)(optimizer_of=adamw), part_loader(), ckpt_path="last")
+    assert (began, again.global_step) == ([12], 16)
 
 
 PARTS = (globals(), vars(lightning_ema), vars(lightning_experts), vars(lightning_saving))
@@ -169,7 +245,7 @@ def run_all(rank, world, arg):
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     root = str(tmp_path_factory.mktemp("checkpoints"))
-    return launch(2, run_all, ("lightning.pytorch", tuple(CHECKS), root), timeout=200, pg_timeout=30)
+    return launch(2, run_all, ("lightning.pytorch", tuple(CHECKS), root), timeout=240, pg_timeout=30)
 
 
 @pytest.mark.parametrize("name", CHECKS)

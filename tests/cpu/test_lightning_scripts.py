@@ -93,6 +93,9 @@ class Program(Module):
         strategy = self.trainer.strategy
         options = (strategy.saves_whole_files, strategy.tide_config.timeout_s, strategy.sharding.min_num_params)
         assert options == (True, 60, 10), options
+        group = torch.distributed.distributed_c10d._get_default_group()
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        assert (str(torch.distributed.get_backend_config()), timeout.total_seconds()) == ("cpu:gloo", 95), timeout
         assert [type(c).__name__ for c in self.trainer.callbacks if "Tide" in type(c).__name__] == ["TideEMA"]
 
 if __name__ == "__main__":
@@ -101,6 +104,9 @@ if __name__ == "__main__":
     if "LOCAL_RANK" not in os.environ:  # all options into a file, then train with that
         with open("printed.yaml", "w") as file, contextlib.redirect_stdout(file), contextlib.suppress(SystemExit):
             LightningCLI(Program, args=[*sys.argv[1:], "--print_config"])
+        named = ["--trainer.strategy=tide_fsdp", "--trainer.accelerator=cpu", "--trainer.devices=2"]
+        named = LightningCLI(Program, run=False, save_config_callback=None, args=named).trainer.strategy
+        print("BY NAME", type(named).__module__, type(named).__name__, flush=True)
         sys.argv[1:] = ["fit", "--config", "printed.yaml"]
     cli = LightningCLI(Program, save_config_callback=None)
     cli.trainer.save_checkpoint("last.ckpt")
@@ -123,6 +129,8 @@ trainer:
       auto_wrap_policy: [Block]
       min_num_params: 10
       tide: {timeout_s: 60}
+      process_group_backend: cpu:gloo
+      timeout: "0:01:35"
 """
 
 
@@ -157,7 +165,7 @@ def test_by_name(tmp_path):
 
 
 def test_lightning_cli_by_class_path_in_the_standalone_namespace(tmp_path):
-    """Options in a file, printed in full by ``--print_config``, and the printed file trains."""
+    """Options in a file, printed in full by ``--print_config``, and the printed file trains; or a name alone."""
     pytest.importorskip("pytorch_lightning")
     pytest.importorskip("jsonargparse")
     script = TRAINER.format(pl="pytorch_lightning", imports=IMPORT, strategy="None", devices=2, fail=False)
@@ -165,6 +173,7 @@ def test_lightning_cli_by_class_path_in_the_standalone_namespace(tmp_path):
     script = script.partition("if __name__")[0] + CLI
     done = run(tmp_path, script, "fit", "--config", "given.yaml", "--trainer.max_epochs=2")
     check(done, tmp_path, groups=3)
+    assert "BY NAME tide_strategies.integrations.lightning.trainer_standalone TideFSDPStrategy\n" in done.stdout
     printed = (tmp_path / "printed.yaml").read_text()
     for line in ("timeout_s: 60", "max_epochs: 2", "- Block", "reshard_after_forward: true"):
         assert line in printed, printed

@@ -15,6 +15,7 @@ from lightning_models import (
     WIDTH,
     Block,
     Network,
+    Normed,
     assert_close,
     assert_passed,
     full_state,
@@ -31,7 +32,8 @@ from lightning_models import (
     trainer_of,
 )
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from tide_strategies.errors import TideConfigError
 from tide_strategies.metrics import METRICS
@@ -49,6 +51,8 @@ def check_accumulation_with_clipping_by_norm(pl):
     assert_close(full_state(module.network), expected)
     report = trainer.strategy.tide_report()
     assert {g.name.rpartition(".")[2] for g in report.groups} >= {"0", "1", "2"}, report
+    # Three epochs of four micro-batches, two of which are a step.
+    assert {g.reduce_scatter.calls for g in report.groups} == {6}, report
 
 
 def check_synchronising_every_microbatch_with_clipping_by_value(pl):
@@ -58,6 +62,18 @@ def check_synchronising_every_microbatch_with_clipping_by_value(pl):
     clip = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
     trainer_of(pl, strategy, accumulate_grad_batches=2, **clip).fit(module, part_loader())
     assert_close(full_state(module.network), expected)
+    assert {g.reduce_scatter.calls for g in strategy.tide_report().groups} == {4}, "one in each micro-batch"
+
+
+def check_parameters_between_forward_and_backward(pl):
+    for reshard in (True, False):
+        module, seen = module_class(pl)(), []
+        expected = reference(module.network, sgd)
+        look = on(pl, on_before_backward=lambda t, m, seen=seen: seen.append(type(m.network.blocks[0].up.weight.data)))
+        strategy = strategy_of(pl, reshard_after_forward=reshard)
+        trainer_of(pl, strategy, callbacks=[look]).fit(module, part_loader())
+        assert [kind is DTensor for kind in seen] == [reshard] * 4
+        assert_close(full_state(module.network), expected)
 
 
 def check_tied_and_frozen_parameters(pl):
@@ -71,17 +87,6 @@ def check_tied_and_frozen_parameters(pl):
     assert not isinstance(network.blocks[2], FSDPModule)
     assert isinstance(network.blocks[1], FSDPModule)
     assert_close(full_state(network), expected)
-
-
-def check_hsdp(pl):
-    module = module_class(pl)()
-    expected = reference(module.network, sgd)
-    seen = []
-    strategy = strategy_of(pl, replicate_size=2)
-    callback = on(pl, on_train_start=lambda t, m: seen.append(m.network.head.weight.placements))
-    trainer_of(pl, strategy, callbacks=[callback], gradient_clip_val=100.0).fit(module, part_loader())
-    assert [str(p) for p in seen[0]] == ["R", "S(0)"], seen
-    assert_close(full_state(module.network), expected)
 
 
 def check_processes_that_stand_for_nodes(pl):
@@ -199,6 +204,12 @@ def check_ranks_start_from_rank_0_and_see_different_data(pl):
     module.__class__ = Watching
     trainer_of(pl, callbacks=[start], limit_train_batches=1).fit(module, loader())
     assert_close(states[0], Network(seed=0).state_dict(), 0.0)
+    apart = strategy_of(pl, sync_module_states=False)
+    own = module_class(pl)(Network(seed=dist.get_rank()))
+    trainer_of(pl, apart, callbacks=[start], limit_train_batches=1).fit(own, loader())
+    # Four of the seven rows are the first rank's, the others the second's own.
+    rows = [Network(seed=rank).blocks[0].up.weight.detach() for rank in range(2)]
+    assert torch.equal(states[1]["blocks.0.up.weight"], torch.cat([rows[0][:4], rows[1][4:]]))
     gathered = [torch.empty_like(batches[0]) for _ in range(2)]
     dist.all_gather(gathered, batches[0])
     assert not torch.equal(*gathered)
@@ -242,15 +253,6 @@ def check_a_failed_run_leaves_a_usable_model(pl):
 # ---- precision
 
 
-class Normed(Network):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x):
-        return super().forward(self.norm(x))
-
-
 def check_bf16_mixed(pl):
     seen = {}
 
@@ -262,7 +264,6 @@ def check_bf16_mixed(pl):
     module = Watching(Normed())
     look = module.network.blocks[0].register_forward_pre_hook(lambda m, args: seen.update(block=args[0].dtype))
     weight = module.network.blocks[0].register_forward_hook(lambda m, *_: seen.update(weight=m.up.weight.dtype))
-    expected = reference(Network(), sgd)
     trainer = trainer_of(pl, precision="bf16-mixed", max_epochs=2)
     trainer.fit(module, part_loader(), loader())
     look.remove(), weight.remove()
@@ -272,20 +273,42 @@ def check_bf16_mixed(pl):
     assert isinstance(norm, FSDPModule)
     assert norm.running_mean.dtype == torch.float32
     assert norm.running_mean.abs().sum() > 0
-    plain = module_class(pl)()
-    trainer_of(pl, precision="bf16-mixed").fit(plain, part_loader())
-    assert_close(full_state(plain.network), expected, 0.05)
 
 
-def check_bf16_true(pl):
-    module = module_class(pl)()
-    trainer_of(pl, precision="bf16-true").fit(module, on_bf16(part_loader()))
-    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
-    assert_close(full_state(module.network), reference(Network(), sgd), 0.1)
+def check_bf16_mixed_reduces_in_fp32(pl):
+    """The bits of stock FSDP2 with the policy written out, which are others than with sums in bf16."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    policies = {
+        "tide": None,
+        "stock": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32),
+        "rounded": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16),
+    }
+    states = {}
+    for name, policy in policies.items():
+        module, strategy = module_class(pl)(), strategy_of(pl, mp_policy=policy, plan="tide" if not policy else "stock")
+        trainer_of(pl, strategy, precision="bf16-mixed").fit(module, part_loader())
+        assert {g.path for g in strategy.tide_report().groups} == {"stock" if policy else "tide"}
+        states[name] = full_state(module.network)
+    assert_close(states["tide"], states["stock"], 0.0)  # two addends have but one order
+    assert any(not torch.equal(value, states["rounded"][k]) for k, value in states["stock"].items())
+    assert_close(states["tide"], reference(Network(), sgd), 0.05)
 
 
-def on_bf16(source):
-    dataset = torch.utils.data.TensorDataset(*(t.bfloat16() for t in source.dataset.tensors))
+def check_true_half_precision(pl):
+    """Parameters in half precision: bfloat16 on TIDE, float16 as stock FSDP2."""
+    for precision, dtype, code, tolerance in (
+        ("bf16-true", torch.bfloat16, "TIDE-OK", 0.1),
+        ("16-true", torch.float16, "TIDE-F006", 0.02),
+    ):
+        module, strategy = module_class(pl)(), strategy_of(pl)
+        trainer_of(pl, strategy, precision=precision).fit(module, converted(part_loader(), dtype))
+        assert {p.dtype for p in module.parameters()} == {dtype}
+        assert {g.code for g in strategy.tide_report().groups} == {code}
+        assert_close(full_state(module.network), reference(Network(), sgd), tolerance)
+
+
+def converted(source, dtype):
+    dataset = torch.utils.data.TensorDataset(*(t.to(dtype) for t in source.dataset.tensors))
     return torch.utils.data.DataLoader(dataset, batch_size=4, sampler=source.sampler)
 
 
@@ -298,7 +321,7 @@ def check_sync_batchnorm_is_applied(pl):
 
 def check_compiled_network(pl):
     """Everything in the LightningModule compiled at once, in place or as a wrapper."""
-    for compiled in (lambda n: n.compile(backend="eager") or n, lambda n: torch.compile(n, backend="eager")):
+    for compiled in (lambda n: n.compile(backend="eager") or n, lambda n: torch.compile(n, backend="aot_eager")):
         network = Network()
         expected = reference(network, sgd)
         trainer = trainer_of(pl)

@@ -2,12 +2,12 @@
 
 import os
 
+# In a launched worker the environment asks for TIDE before transformers is imported, so that it is extended then.
+os.environ["TIDE_CONFIG"] = "{}"
+import tide_strategies  # noqa: F401, I001
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
-
-# In a launched worker the environment asks for TIDE before Accelerate is imported; here it changes between trainings.
-from tide_strategies import TideFSDPPlugin  # noqa: F401
 
 
 class Tokens(torch.utils.data.Dataset):

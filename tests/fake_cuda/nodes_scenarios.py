@@ -15,7 +15,7 @@ from stage import AWAIT, COPY, NOTIFY, RAW, array, calls, fake, memory, play, pr
 from tide_strategies._native import cuda
 from tide_strategies.collectives.plan import BasePlan
 from tide_strategies.collectives.schedule import Item
-from tide_strategies.errors import TidePeerError, TideTimeoutError
+from tide_strategies.errors import TideMismatchError, TidePeerError, TideTimeoutError
 from tide_strategies.kernels.tiles import pointer_count
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.runtime.calls import CallBook
@@ -400,6 +400,39 @@ def a_stalled_rank_ends_them_too():
         rank = words.split(": rank ")[1][0]
         assert f"of rank {rank}: expected" not in words, words
     assert all(took < 15 for _, _, took in found), found
+
+
+def _divergent(rank, exchange, how):
+    """The ranks reduce different groups of the same slots; what each of them is told, and by whom."""
+    here = Rank(rank, exchange, Topology(1, 2), 0, chunk_bytes=256, timeout_s=20.0)
+    here.engine.watchdog._main = 0  # the error rises where a call begins, and nowhere else
+    if how == "at once":  # both have noted their call before either looks
+        here.engine.order.note = lambda tag, note=here.engine.order.note: note(tag) and None
+    for group in here.groups:  # as at installation; from then on their names are known
+        group.prepare(tuple(range(len(group.layout.params))), Item.BF16, Item.F32)
+    output, group = memory(here.groups[0].layout.output_items * 4), here.groups[rank]
+    gradients = [bf16(np.ones(s)) for s in SIZES[: len(group.layout.params)]]
+    begun = time.monotonic()
+    try:
+        while time.monotonic() - begun < 15:
+            here.reduce(group, gradients, output, Item.F32, 1.0)
+            time.sleep(0.02)
+    except (TidePeerError, TideMismatchError) as error:
+        until(lambda: here.engine.control.outstanding() == 0, 10)
+        return type(error).__name__, str(error), time.monotonic() - begun
+    return "nothing", "", 0.0
+
+
+@scenario
+def ranks_that_run_different_groups_are_told():
+    for how in ("one after the other", "at once"):
+        found = values(launch(2, _divergent, how))
+        assert "TideMismatchError" in {kind for kind, _, _ in found} <= {"TideMismatchError", "TidePeerError"}, found
+        for _, words, took in found:
+            assert "ranks run different collectives: rank" in words, words
+            assert "group 0" in words, words
+            assert "group 1" in words, words
+            assert took < 10, found
 
 
 def _starved(rank, exchange):

@@ -1,4 +1,6 @@
-"""The examples on GPUs, as their own text says, only shorter: every door trains, on TIDE, and learns.
+"""The examples on GPUs, as their own text says, only shorter: every door trains, on TIDE.
+
+Those that print losses while they train learn as well.
 
 Two processes, on one card if there is no other; NCCL must let them (``cards.py``).
 """
@@ -23,6 +25,7 @@ EXAMPLES = ROOT / "examples"
 PACKAGE = Path(tide_strategies.__file__).parents[1]
 MODULE = [sys.executable, "-m"]
 TORCHRUN = [*MODULE, "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LOGGED_BY_TRANSFORMERS = r"'loss': '?([\d.]+)"  # a number, or in newer releases a text
 GPT = ["--layers", "2", "--width", "128", "--heads", "4", "--context", "64"]
 
 ONE_CARD = torch.cuda.device_count() < 2
@@ -88,19 +91,21 @@ def test_lightning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("example", "arguments"),
+    ("example", "arguments", "losses"),
     [
-        ("accelerate_finetune.py", ["--steps", "20", "--context", "32"]),
-        ("transformers_trainer.py", ["--max_steps", "20", "--logging_steps", "5", "--bf16"]),
+        ("accelerate_finetune.py", ["--steps", "20", "--context", "32"], r"step +\d+  loss ([\d.]+)"),
+        ("transformers_trainer.py", ["--max_steps", "20", "--logging_steps", "5", "--bf16"], LOGGED_BY_TRANSFORMERS),
     ],
 )
-def test_accelerate(tmp_path: Path, example: str, arguments: list[str]) -> None:
+def test_accelerate(tmp_path: Path, example: str, arguments: list[str], losses: str) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")
     config = (ROOT / "configs/accelerate/tide.yaml").read_text().replace("num_processes: 8", "num_processes: 2")
     (tmp_path / "tide.yaml").write_text(config)
     launch = [*MODULE, "accelerate.commands.launch", "--config_file", tmp_path / "tide.yaml"]
-    accelerated(output(tmp_path, *launch, *script(example), *arguments))
+    text = output(tmp_path, *launch, *script(example), *arguments)
+    accelerated(text)
+    learns(text, losses)
 
 
 def test_hydra(tmp_path: Path) -> None:

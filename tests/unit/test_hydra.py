@@ -7,6 +7,9 @@ program the whole configuration or a name in place of the section, a missing int
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import tide_strategies
 from tide_strategies.config import TideConfig, TopologyConfig
 from tide_strategies.errors import TideConfigError
 from tide_strategies.integrations.hydra import schema, structured_config
@@ -22,6 +26,7 @@ hydra = pytest.importorskip("hydra")
 omegaconf = pytest.importorskip("omegaconf")
 OmegaConf = omegaconf.OmegaConf
 
+ROOT = Path(tide_strategies.__file__).parents[1]
 FOLDER = files("tide_strategies.configs.tide")
 PRESETS = sorted(p.name.removesuffix(".yaml") for p in FOLDER.iterdir() if p.name.endswith(".yaml"))
 
@@ -130,6 +135,9 @@ def test_mistakes_in_what_a_door_is_given(app) -> None:
         ("+tide.reduce_scater={mode: in_place}", "did you mean 'reduce_scatter'"),
         ("tide.reduce_scatter.sum_ctas=many", "'reduce_scatter.sum_ctas' must be 'auto' or a whole number; got 'many'"),
         ("tide.topology={nodes: 2}", "gpus_per_node"),
+        ("tide.plan=tied", "'plan' must be 'auto' or 'tide' or 'stock' or a section"),
+        ("tide.plan=tied", "got 'tied' (str); did you mean 'tide'?"),
+        ("tide.plan={tied: [a]}", "did you mean 'plan.tide'?"),
         ("tide.all_gather.slots=0", "at least 1"),
     ],
 )
@@ -141,15 +149,58 @@ def test_what_hydra_lets_through_tide_refuses(app, override: str, words: str) ->
 
 
 def test_omegaconf_alone(tmp_path: Path) -> None:
+    """Where Hydra cannot be imported."""
     (tmp_path / "options.yaml").write_text("timeout_s: ${seconds}\nreduce_scatter: {mode: slot_reuse}\n")
-    file = OmegaConf.load(tmp_path / "options.yaml")
-    whole = OmegaConf.create({"seconds": 5})
-    whole.tide = OmegaConf.merge(structured_config(), file, OmegaConf.from_dotlist(["all_gather.slots=3"]))
-    config = TideConfig.from_any(whole.tide)
-    assert config.changed() == ["timeout_s", "all_gather.slots", "reduce_scatter.mode"]
-    assert config.timeout_s == 5
-    with pytest.raises(TideConfigError, match=r"did you mean 'all_gather\.slots'"):
-        TideConfig.from_any(OmegaConf.create({"all_gather": {"slot": 3}}))
+    code = f"""
+import sys
+sys.modules["hydra"] = None
+from omegaconf import OmegaConf
+from tide_strategies import TideConfig, TideConfigError
+from tide_strategies.integrations.hydra import structured_config
+file = OmegaConf.load({str(tmp_path / "options.yaml")!r})
+whole = OmegaConf.create({{"seconds": 5}})
+whole.tide = OmegaConf.merge(structured_config(), file, OmegaConf.from_dotlist(["all_gather.slots=3"]))
+config = TideConfig.from_any(whole.tide)
+OmegaConf.save(whole.tide, {str(tmp_path / "used.yaml")!r}, resolve=True)
+again = TideConfig.from_any(OmegaConf.load({str(tmp_path / "used.yaml")!r}))
+print(config.timeout_s, *config.changed(), again == config)
+try:
+    TideConfig.from_any(OmegaConf.create({{"all_gather": {{"slot": 3}}}}))
+except TideConfigError as e:
+    print(e)
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "5.0 timeout_s all_gather.slots reduce_scatter.mode True"
+    assert "did you mean 'all_gather.slots'" in second
+
+
+def test_a_failure_of_ours_does_not_end_an_application(tmp_path: Path) -> None:
+    """Hydra scans its plugins in every application on the machine; one that does not use TIDE must not notice."""
+    (tmp_path / "config.yaml").write_text("lr: 0.1\n")
+    code = f"""
+import sys, warnings
+warnings.simplefilter("error")
+from tide_strategies.integrations import hydra as ours
+def broken():
+    raise LookupError("broken on purpose")
+ours.register_configs = broken
+from hydra import compose, initialize_config_dir
+with initialize_config_dir(config_dir={str(tmp_path)!r}, version_base=None):
+    print(compose(config_name="config", overrides=["lr=0.5"]).lr)
+"""
+    done = python(code)
+    assert done.stdout.split() == ["0.5"], done.stderr
+    assert done.stderr.count("TIDE could not register its config group with Hydra; 'tide' is not available") == 1
+    assert "(LookupError: broken on purpose)" in done.stderr
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that has imported nothing."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
 
 
 def test_the_schema_has_the_options_of_tide_and_no_others() -> None:

@@ -2,10 +2,17 @@
 
 import pytest
 
-from tide_strategies.collectives.plan import BasePlan, refusals, stale
+from tide_strategies.collectives.all_gather_nodes import all_gather_nodes
+from tide_strategies.collectives.plan import BasePlan, credited, refusals, stale
+from tide_strategies.collectives.reduce_scatter import reduce_scatter
+from tide_strategies.collectives.schedule import Copy, Item, Put, Schedule
+from tide_strategies.layout import GroupLayout, ParamShape
+from tide_strategies.planner.architectures import preset
+from tide_strategies.topology import Topology
 from tide_strategies.verify.base_plans import base_plans, connections, copy_descriptors
 
 
+@pytest.mark.timeout(120)
 def test_the_whole_range_of_base_plans_is_accepted_and_rejected_as_published() -> None:
     *_, last = base_plans()
     assert (last.accepted, last.rejected) == (458_304, 65_472)
@@ -59,3 +66,36 @@ def test_counts_of_copies_and_connections() -> None:
     assert copy_descriptors(64, 8, 30) == (107_520, 13_440)
     (pairs, steps), (rail_pairs, rail_steps) = connections(8, 8)
     assert (pairs // rail_pairs, steps // rail_steps) == (8, 64)
+
+
+def _block_of_llama(topology: Topology) -> GroupLayout:
+    return preset("llama-3.1-70b").groups[-2].layout(topology.ranks)
+
+
+def _reduce(layout: GroupLayout, topology: Topology) -> Schedule:
+    plan = BasePlan(topology.nodes, topology.local_ranks, topology.local_ranks, 4)
+    return reduce_scatter(layout, topology, 0, grad=Item.BF16, output=Item.F32, chunk_bytes=32 << 20, plan=plan)
+
+
+def test_a_schedule_issues_no_more_copies_than_are_counted() -> None:
+    topology = Topology(64, 8)
+    layout = GroupLayout((ParamShape(512, 512, 2),) * 30, topology.ranks)
+    pushes = [op for op in _reduce(layout, topology).streams["read"] if isinstance(op, Copy)]
+    flat, coalesced = copy_descriptors(64, 8, 30)
+    assert 0 < len(pushes) <= coalesced
+    assert sum(op.rows for op in pushes) == 8 * len(pushes) <= flat, "each is of all destination ranks of a node"
+
+
+@pytest.mark.timeout(10)
+def test_a_rank_of_128_nodes_has_its_schedules_of_a_real_block_in_seconds() -> None:
+    topology = Topology(128, 8)
+    layout = _block_of_llama(topology)
+    gather = all_gather_nodes(layout, topology, 0, [Item.F32] * len(layout.params), shared_landing=False)
+    for schedule in (_reduce(layout, topology), gather):
+        assert any(isinstance(op, Put) for ops in schedule.streams.values() for op in ops)
+
+
+@pytest.mark.parametrize(("nodes", "credits"), [(8, 4), (16, 0), (128, 97)])
+def test_few_sends_need_a_credit(nodes: int, credits: int) -> None:
+    plan = BasePlan(nodes, 8, 8, 4)
+    assert sum(map(len, credited(plan, own_in_inbox=False))) == credits

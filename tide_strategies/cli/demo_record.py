@@ -81,8 +81,7 @@ class StepRecorder(Callback):
             return
         before, after = self._totals
         totals = [after[k] - before[k] for k in TOTALS]
-        numbers = torch.tensor([*totals, peak_pss, peak_rss, *self.seconds, *self.losses], dtype=torch.float64)
-        ranks = _gather(numbers)
+        ranks = _gather([*totals, peak_pss, peak_rss, *self.seconds, *self.losses])
         digest = parameter_digest(pl_module)
         if not trainer.is_global_zero:
             return
@@ -126,13 +125,13 @@ def parameter_digest(module: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _gather(numbers: torch.Tensor) -> list[list[float]]:
+def _gather(numbers: list[float]) -> list[list[float]]:
     """The numbers of every rank, in the order of ranks."""
     if not dist.is_initialized():
-        return [numbers.tolist()]
-    parts = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, numbers)
-    return [part.tolist() for part in parts]
+        return [numbers]
+    parts: list[list[float]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(parts, numbers)  # on whichever device the backend works
+    return parts
 
 
 def _rank_record(numbers: list[float], steps: int) -> dict[str, Any]:

@@ -52,12 +52,15 @@ def register_configs() -> None:
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    store = ConfigStore.instance()
+    presets = {}
     for file in files("tide_strategies.configs.tide").iterdir():
         name, _, suffix = file.name.rpartition(".")
         if suffix == "yaml":
             config = OmegaConf.merge(structured_config(), OmegaConf.create(file.read_text()))
-            store.store(group=GROUP, name=name, node=OmegaConf.to_object(config), provider="tide_strategies")
+            presets[name] = OmegaConf.to_object(config)
+    store = ConfigStore.instance()  # all of them are well, so that there is never a part of the group
+    for name, node in presets.items():
+        store.store(group=GROUP, name=name, node=node, provider="tide_strategies")
 
 
 def _field(option: Field[Any], hint: Any) -> tuple[str, Any, Any]:

@@ -242,7 +242,8 @@ class Machine:
         """Byte of the memory where what ``ref`` means begins."""
         return ref.offset + (call.inputs[ref.index][1] if ref.space is Space.INPUT else 0)
 
-    def _memories(self, rank: int, call: Call, ref: Ref) -> list[Memory]:
+    def _memories(self, rank: int, call: Call, ref: Ref, nbytes: int) -> list[Memory]:
+        """Where ``nbytes`` from ``ref`` on are, as ``rank`` sees it: within what this call's schedule asks for."""
         if ref.space is Space.INPUT:
             return [self.memories[rank, call.inputs[ref.index][0]]]
         if ref.space is Space.OUTPUT:
@@ -252,8 +253,10 @@ class Machine:
         else:
             name = f"{ref.space.value}{ref.index}"
             bytes_allowed = call.schedule.memory.get((ref.space, ref.index), 0)
-            if ref.offset > bytes_allowed:
-                raise Violation("bounds", f"rank {rank} addresses {ref}; the schedule has {bytes_allowed} bytes")
+            if ref.offset + nbytes > bytes_allowed:
+                raise Violation(
+                    "bounds", f"rank {rank} addresses {nbytes} bytes of {ref}; the schedule has {bytes_allowed} bytes"
+                )
         owners: Sequence[int] = [rank if ref.at == SELF else ref.at]
         if ref.at == NODE:
             owners = self._node(rank)
@@ -263,12 +266,11 @@ class Machine:
 
     def _do(self, thread: Thread, call: Call, op: Op) -> None:
         if isinstance(op, Copy):
-            (source,) = self._memories(thread.rank, call, op.src)
-            for target in self._memories(thread.rank, call, op.dst):
+            read, written = op.items * op.src_item.size, op.items * op.dst_item.size
+            (source,) = self._memories(thread.rank, call, op.src, (op.rows - 1) * op.src_pitch + read)
+            for target in self._memories(thread.rank, call, op.dst, (op.rows - 1) * op.dst_pitch + written):
                 for row in range(op.rows):
-                    runs = source.read(
-                        thread, self._base(call, op.src) + row * op.src_pitch, op.items * op.src_item.size
-                    )
+                    runs = source.read(thread, self._base(call, op.src) + row * op.src_pitch, read)
                     if op.src_item is not op.dst_item:
                         runs = [cast(run, op.src_item.size, op.dst_item.size) for run in runs]
                     target.write(thread, op.dst.offset + row * op.dst_pitch, runs)
@@ -277,7 +279,7 @@ class Machine:
         elif isinstance(op, (Sum, Land)):
             self._add(thread, call, op)
         elif isinstance(op, Zero):
-            for target in self._memories(thread.rank, call, op.dst):
+            for target in self._memories(thread.rank, call, op.dst, op.nbytes):
                 target.write(thread, op.dst.offset, [Run(op.nbytes, ())])
         elif isinstance(op, Notify):
             cell = (call.bind(op.counter), thread.rank)
@@ -293,7 +295,8 @@ class Machine:
             raise Violation("signal", f"unknown operation {op!r}")
 
     def _put(self, thread: Thread, call: Call, op: Put) -> None:
-        (source,), (target,) = self._memories(thread.rank, call, op.src), self._memories(thread.rank, call, op.dst)
+        (source,) = self._memories(thread.rank, call, op.src, op.nbytes)
+        (target,) = self._memories(thread.rank, call, op.dst, op.nbytes)
         if self._node(op.dst.at) == self._node(thread.rank) and self.local_ranks > 1:
             raise Violation("signal", f"{thread.name} puts to rank {op.dst.at} of its own node")
         runs = source.read(thread, self._base(call, op.src), op.nbytes)
@@ -336,12 +339,12 @@ class Machine:
     def _add(self, thread: Thread, call: Call, op: Sum | Land) -> None:
         size = op.src_item.size if isinstance(op, Sum) else 4
         out, dst_size = [], op.dst_item.size
-        (target,) = self._memories(thread.rank, call, op.dst)
+        (target,) = self._memories(thread.rank, call, op.dst, op.items * dst_size)
         if op.accumulate:
             out.append(target.read(thread, op.dst.offset, op.items * dst_size))
         sizes = [dst_size] * len(out)
         for source in op.sources:
-            for memory in self._memories(thread.rank, call, source):
+            for memory in self._memories(thread.rank, call, source, op.items * size):
                 out.append(memory.read(thread, self._base(call, source), op.items * size))
                 sizes.append(size)
         target.write(thread, op.dst.offset, added(thread, out, sizes, op.items, dst_size))

@@ -5,7 +5,8 @@ unchanged script, or ``Accelerator(fsdp_plugin=TideFSDPPlugin(...))`` in the scr
 
 In the launcher process, :mod:`.config_file` reads the section and :mod:`.launching` hands it to the workers in the
 environment (:mod:`.environment`). In a worker, :mod:`.training` makes the Accelerator use :mod:`.plugin`'s plugin
-and apply TIDE to the model that ``prepare`` has sharded.
+and apply TIDE to the model that ``prepare`` has sharded. :mod:`.trainer` gives words to what transformers' ``Trainer``
+passes over in silence, and :mod:`.checkpoint_kind` to checkpoints of the other kind.
 """
 
 from __future__ import annotations

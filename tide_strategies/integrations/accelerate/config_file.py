@@ -14,6 +14,7 @@ from typing import Any
 
 from tide_strategies.config import TideConfig
 from tide_strategies.errors import TideConfigError
+from tide_strategies.integrations.options import TIDE_OPTIONS
 
 SECTION = "tide_config"
 
@@ -53,7 +54,7 @@ def add_tide_section(config_args: ModuleType) -> None:
         def __post_init__(self) -> None:
             super().__post_init__()
             if self.tide_config is not None:
-                _refuse_options_elsewhere(self.fsdp_config)
+                refuse_misplaced_options(self.fsdp_config, "fsdp_config", "Accelerate")
                 # Accelerate's default is FSDP1; who asks for TIDE asks for FSDP2.
                 self.fsdp_config.setdefault("fsdp_version", 2)
 
@@ -83,10 +84,27 @@ def _refuse_misspelt_section(config: Mapping[str, Any], known: Mapping[str, Any]
             raise TideConfigError(f"unknown section {key!r} in the Accelerate file; did you mean {SECTION!r}?")
 
 
-def _refuse_options_elsewhere(fsdp_config: Mapping[str, Any]) -> None:
-    misplaced = [key for key in fsdp_config if key.removeprefix("fsdp_").startswith("tide")]
+def refuse_misplaced_options(fsdp_config: Mapping[str, Any], where: str, reader: str) -> None:
+    """Refuse options of TIDE among those of FSDP, whose reader passes over names that it does not know.
+
+    Args:
+        where: what holds them, for the reader of the message.
+        reader: who would pass over them.
+
+    Raises:
+        TideConfigError: with each such name, and the nearest right one for a misspelt one.
+    """
+    misplaced = []
+    for key in fsdp_config:
+        # 0.8: farther than the names that FSDP itself has (limit_all_gathers is 0.74 from all_gather)
+        name = str(key).removeprefix("fsdp_").partition(".")[0]
+        close = difflib.get_close_matches(name, TIDE_OPTIONS, n=1, cutoff=0.8)
+        if name in TIDE_OPTIONS or name.startswith("tide"):
+            misplaced.append(str(key))
+        elif close:
+            misplaced.append(f"{key} (did you mean {close[0]!r}?)")
     if misplaced:
         raise TideConfigError(
-            f"fsdp_config holds {', '.join(misplaced)}, which Accelerate would ignore. Options of TIDE go into the "
-            f"section {SECTION}, at the top level of the file."
+            f"{where} holds {', '.join(misplaced)}, which {reader} would ignore. Options of TIDE go into the "
+            f"section {SECTION}, at the top level of the Accelerate file."
         )

@@ -1,38 +1,17 @@
-"""How the launcher tells the workers that TIDE is wanted, and with which options.
-
-The module is imported together with Accelerate in every program on the machine, so it imports nothing of weight.
-"""
+"""How the launcher tells the workers that TIDE is wanted, and with which options."""
 
 from __future__ import annotations
 
+import json
 import os
-from types import ModuleType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tide_strategies.config import TideConfig
-
-#: The options as JSON. Set by the launcher from the ``tide_config:`` section; its presence asks for TIDE.
-CONFIG_ENV = "TIDE_CONFIG"
-
-
-def is_requested() -> bool:
-    """Whether the launcher of this process asked for TIDE."""
-    return bool(os.environ.get(CONFIG_ENV))
-
-
-def extend_if_requested(accelerator: ModuleType) -> None:
-    """Hook of ``accelerate.accelerator``: nothing happens unless the launcher asked for TIDE."""
-    if is_requested():
-        from tide_strategies.integrations.accelerate.training import extend
-
-        extend(accelerator)
+from tide_strategies._autoload import CONFIG_ENV
+from tide_strategies.config import TideConfig
+from tide_strategies.errors import TideConfigError
 
 
 def request(config: TideConfig) -> None:
     """Ask for TIDE in all processes that this one starts."""
-    import json
-
     os.environ[CONFIG_ENV] = json.dumps(config.to_dict())
 
 
@@ -42,14 +21,10 @@ def requested_config() -> TideConfig | None:
     Raises:
         TideConfigError: if the environment variable holds something else.
     """
-    if not is_requested():
+    given = os.environ.get(CONFIG_ENV)
+    if not given:
         return None
-    import json
-
-    from tide_strategies.config import TideConfig
-    from tide_strategies.errors import TideConfigError
-
     try:
-        return TideConfig.from_any(json.loads(os.environ[CONFIG_ENV]))
+        return TideConfig.from_any(json.loads(given))
     except (TideConfigError, json.JSONDecodeError) as e:
         raise TideConfigError(f"environment variable {CONFIG_ENV} must hold TIDE options as JSON: {e}") from None

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from tide_strategies.errors import TideConfigError, TideError
 from tide_strategies.integrations.accelerate.buffers import buffers_outside_the_state_dict
+from tide_strategies.integrations.accelerate.checkpoint_kind import extend_loading
 from tide_strategies.integrations.accelerate.environment import requested_config
 
 _MARK = "_tide_extends"
@@ -40,12 +41,14 @@ def extend(accelerator: ModuleType) -> None:
     _extend_free_memory(accelerator.Accelerator)
     _extend_state(accelerator)
     _extend_sharding(accelerator)
+    extend_loading(accelerator)
 
 
 def _check_known(accelerator: ModuleType) -> None:
     """The parts that the wrappers below rely on."""
     expected = [
         (accelerator, "fsdp2_prepare_model", {"accelerator", "model"}),
+        (accelerator, "load_fsdp_model", {"fsdp_plugin", "input_dir"}),
         (accelerator.Accelerator, "__init__", {"fsdp_plugin", "cpu"}),
         (accelerator.Accelerator, "prepare", set()),
         (accelerator.Accelerator, "free_memory", set()),

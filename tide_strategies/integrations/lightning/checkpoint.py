@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import pickle
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -36,6 +38,9 @@ from tide_strategies.integrations.experts import ExpertGroups
 METADATA_FILE = "meta.pt"
 #: The entry of a checkpoint with a moving average of the model, beside its ``state_dict``.
 AVERAGE_KEY = "tide_ema"
+
+# What torch says in each rank's part of a CheckpointException.
+_MISSING_KEY = re.compile(r"Missing key in checkpoint state_dict: (.+?)\.?$")
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
@@ -121,6 +126,9 @@ def load_sharded(
     """Restore the module and optimizers from a sharded checkpoint; a collective call.
 
     The folder's index is read by ``torch.distributed.checkpoint``, which trusts it.
+
+    Raises:
+        TideConfigError: if the checkpoint lacks something that the module or an optimizer has.
     """
     state = _read({module_key: get_model_state_dict(module)}, path, experts, allow_partial=not strict)
     set_model_state_dict(module, state[module_key], options=StateDictOptions(strict=strict))
@@ -136,7 +144,17 @@ def _read(
 ) -> dict[str, Any]:
     """Read what ``state`` has from a sharded checkpoint, tensors in place; returns it with the rest."""
     found: dict[str, Any] = experts.whole(state) if experts is not None else state
-    load(found, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=allow_partial))
+    try:
+        load(found, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=allow_partial))
+    except CheckpointException as error:  # the same on all ranks
+        missing = [_MISSING_KEY.search(str(why)) for why, _ in error.failures.values()]
+        if not all(missing):
+            raise
+        names = sorted({match[1] for match in missing if match is not None})
+        raise TideConfigError(
+            f"the sharded checkpoint {str(path)!r} has no {', '.join(map(repr, names))}, perhaps among others; resume "
+            f"with the model and the optimizers that the checkpoint was made with"
+        ) from error
     return experts.own(found) if experts is not None else found
 
 
@@ -154,11 +172,7 @@ def load_full_optimizers(
     Raises:
         TideConfigError: if the numbers of optimizers and of states differ.
     """
-    if len(states) != len(optimizers):
-        raise TideConfigError(
-            f"the checkpoint holds the state of {len(states)} optimizer(s), but {len(optimizers)} are configured; "
-            f"resume with the optimizers that the checkpoint was made with"
-        )
+    _check_number_of_optimizers(len(states), len(optimizers))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
     for optimizer, state in zip(optimizers, states, strict=True):
         if not state["state"]:
@@ -169,6 +183,25 @@ def load_full_optimizers(
         if isinstance(next(iter(state["state"])), int):
             state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, module)
         set_optimizer_state_dict(module, optimizer, optim_state_dict=state, options=options)
+
+
+def check_sharded_optimizers(path: Path, optimizers: int) -> None:
+    """Whether a sharded checkpoint of the Trainer has the states of so many optimizers.
+
+    Raises:
+        TideConfigError: if the numbers differ.
+    """
+    keys = FileSystemReader(path).read_metadata().state_dict_metadata
+    states = {key.partition(".")[0] for key in keys if key.startswith("optimizer_")}
+    _check_number_of_optimizers(len(states), optimizers)
+
+
+def _check_number_of_optimizers(states: int, optimizers: int) -> None:
+    if states != optimizers:
+        raise TideConfigError(
+            f"the checkpoint holds the state of {states} optimizer(s), but {optimizers} are configured; "
+            f"resume with the optimizers that the checkpoint was made with"
+        )
 
 
 @contextlib.contextmanager

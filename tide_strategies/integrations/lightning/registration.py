@@ -13,6 +13,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from tide_strategies._autoload import unsupported
+from tide_strategies.errors import TideConfigError
+
 _PACKAGE = "tide_strategies.integrations.lightning"
 
 # Host namespace -> the module that holds the classes built on it.
@@ -35,23 +38,26 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def register_trainer_strategy(strategies: ModuleType) -> None:
     """Hook of ``<namespace>.strategies`` of a Trainer namespace."""
     namespace = strategies.__name__.removesuffix(".strategies")
-    _register(strategies.StrategyRegistry, TRAINER_MODULES[namespace], "TideFSDPStrategy")
+    _register(strategies.StrategyRegistry, namespace, TRAINER_MODULES[namespace], "TideFSDPStrategy")
 
 
 def register_fabric_strategy(strategies: ModuleType) -> None:
     """Hook of ``<namespace>.strategies`` of a Fabric namespace."""
     namespace = strategies.__name__.removesuffix(".strategies")
-    _register(strategies.STRATEGY_REGISTRY, FABRIC_MODULES[namespace], "TideFSDPFabricStrategy")
+    _register(strategies.STRATEGY_REGISTRY, namespace, FABRIC_MODULES[namespace], "TideFSDPFabricStrategy")
 
 
-def _register(registry: Any, module: str, class_name: str) -> None:
+def _register(registry: Any, namespace: str, module: str, class_name: str) -> None:
     for name, (description, options) in _VARIANTS.items():
         if name not in registry:
-            registry.register(name, _factory(module, class_name), description=description, **options)
+            registry.register(name, _factory(namespace, module, class_name), description=description, **options)
 
 
-def _factory(module: str, class_name: str) -> Callable[..., Any]:
+def _factory(namespace: str, module: str, class_name: str) -> Callable[..., Any]:
     def make_strategy(**options: Any) -> Any:
+        words = unsupported(namespace.partition(".")[0])
+        if words is not None:
+            raise TideConfigError(words)
         return getattr(importlib.import_module(module), class_name)(**options)
 
     return make_strategy

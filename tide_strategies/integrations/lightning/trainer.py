@@ -31,6 +31,7 @@ from tide_strategies.integrations.lightning.base import TideStrategyBase
 from tide_strategies.integrations.lightning.checkpoint import (
     AVERAGE_KEY,
     METADATA_FILE,
+    check_sharded_optimizers,
     is_sharded_checkpoint,
     load_file,
     load_full_module,
@@ -375,9 +376,13 @@ class TrainerStrategy(TideStrategyBase, _Host):
         fitting = self.lightning_module.trainer.state.fn == "fit"
         optimizers = list(self.optimizers) if fitting else []
         if is_sharded_checkpoint(path):
-            by_key = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
-            load_sharded(path, self.model, "state_dict", by_key, strict, self._experts)
             rest = load_file(path / METADATA_FILE, weights_only=safe, where=how)
+            by_key = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
+            if "lr_schedulers" not in rest:
+                by_key = {}  # a checkpoint of weights alone: Lightning itself then says that it cannot resume from it
+            elif fitting:
+                check_sharded_optimizers(path, len(by_key))
+            load_sharded(path, self.model, "state_dict", by_key, strict, self._experts)
             trainer: Any = self.lightning_module.trainer
             if AVERAGE_KEY in rest and any(isinstance(c, Ema) for c in trainer.callbacks):
                 dtypes = rest[AVERAGE_KEY]["dtypes"]

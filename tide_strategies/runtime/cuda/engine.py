@@ -21,6 +21,7 @@ from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda.fit import fit, without_casts
 from tide_strategies.runtime.cuda.memory import SharedAllocation, share_allocation
 from tide_strategies.runtime.cuda.multicast import share_multicast
+from tide_strategies.runtime.cuda.order import CallOrder
 from tide_strategies.runtime.cuda.rail import RAILED, Cut, DeviceRail, RailCall, cut, enqueue
 from tide_strategies.runtime.cuda.watchdog import Watchdog
 from tide_strategies.runtime.encode import Base, Encoded, encode
@@ -103,9 +104,10 @@ class CudaEngine:
         if self.rail is not None:
             for key in (k for k, _ in wanted if k[0] in RAILED):
                 self.rail.register(*key, self.own(*key))
+        self.order = CallOrder(self.host, self.book)
         self._exchange(b"ready")  # no rank may write into counters that their owner is still clearing
         cuda.be_patient(self.timeout_s + _BEYOND_TIMEOUT_S)
-        self.watchdog = Watchdog(self.control, self.host, self.book, rank, self.timeout_s, self.rail)
+        self.watchdog = Watchdog(self.control, self.host, self.book, rank, self.timeout_s, self.rail, self.order)
 
     def add_slot(self, nbytes: int, part: str) -> DeviceSlot:
         """Make a landing slot of ``nbytes`` on every rank, counted as ``part``."""
@@ -228,10 +230,14 @@ class CudaCollective:
         """Take the next place in the order of calls.
 
         Raises:
+            TideMismatchError: another rank of the host begins another collective in its place.
             TidePeerError: the watchdog has stopped this group.
         """
         engine = self._engine
         engine.watchdog.check()
+        different = engine.order.note(tag)
+        if different is not None:
+            raise engine.watchdog.stop(different)
         counters = self._counters.get(slot)
         if counters is None:
             counters = self._counters[slot] = [engine.book.counter(c, slot) for c in self._encoded.counters]

@@ -20,6 +20,7 @@ from tide_strategies.errors import TideMismatchError, TidePeerError, TideTimeout
 from tide_strategies.runtime import autopsy
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
+from tide_strategies.runtime.cuda.order import CallOrder
 from tide_strategies.runtime.cuda.rail import DeviceRail
 
 _POLL_S = 0.1
@@ -43,6 +44,7 @@ class Watchdog:
         rank: this rank.
         timeout_s: how long a wait on the device may last.
         rail: what may be blocked beside the waits of ``control``, and is told when this rank stops.
+        order: what ranks have begun, which has to be the same.
     """
 
     def __init__(
@@ -53,10 +55,12 @@ class Watchdog:
         rank: int,
         timeout_s: float,
         rail: DeviceRail | None = None,
+        order: CallOrder | None = None,
     ) -> None:
-        self._control, self._host, self._book, self._rail = control, host, book, rail
+        self._control, self._host, self._book, self._rail, self._order = control, host, book, rail, order
         self._rank, self._timeout_s = rank, timeout_s
         self._failure: Failure | None = None
+        self._stopping = threading.Lock()
         self._closing = threading.Event()
         self._main = threading.main_thread().ident
         self._peers = {r: _process_fd(host.host_pids[r]) for r in host.host if r != rank}
@@ -75,6 +79,12 @@ class Watchdog:
         """Whether it has found something."""
         return self._failure is not None
 
+    def stop(self, failure: Failure) -> Failure:
+        """Stop all ranks for what the caller has found and will raise; what has stopped this one, if it had already."""
+        self._stop(failure, interrupt=False)
+        assert self._failure is not None
+        return self._failure
+
     def close(self) -> None:
         """Stop watching."""
         self._closing.set()
@@ -85,7 +95,7 @@ class Watchdog:
         self._peers.clear()
 
     def _run(self) -> None:
-        while not self._closing.wait(_POLL_S):
+        while self._failure is None and not self._closing.wait(_POLL_S):
             try:
                 failure = self._look()
             except Exception as e:  # without this thread waits have no bound: better to stop
@@ -106,6 +116,9 @@ class Watchdog:
                 f"TIDE: no progress within timeout_s={self._timeout_s:g}: rank {self._rank} waited on its device for "
                 f"peers, and in a call that let nothing else run, so that more is not known. {_STOP}"
             )
+        different = None if self._order is None else self._order.look()
+        if different is not None:
+            return different
         for wait in self._control.overdue(min(_SUSPICIOUS_S, self._timeout_s)):
             if self._dead(wait["writer"]):
                 return TidePeerError(f"TIDE: rank {wait['writer']} is dead: {self._words(wait)}. {_STOP}")
@@ -133,8 +146,11 @@ class Watchdog:
         fd = self._peers.get(rank, -1)
         return fd >= 0 and bool(select.select([fd], [], [], 0)[0])
 
-    def _stop(self, failure: Failure) -> None:
-        self._failure = failure
+    def _stop(self, failure: Failure, interrupt: bool = True) -> None:
+        with self._stopping:
+            if self._failure is not None:
+                return
+            self._failure = failure
         self._record(failure)
         self._host.abort(_ABORT_FAILURE, str(failure))
         self._control.release()
@@ -144,6 +160,8 @@ class Watchdog:
         except Exception as e:  # what follows matters more
             print(f"tide_strategies: the rail could not be stopped: {e}", file=sys.stderr, flush=True)
         print(f"tide_strategies: {failure}", file=sys.stderr, flush=True)
+        if not interrupt:
+            return
         # The main thread may be in a loop that makes no further call of ours: raise there too. It gets the class
         # only; the words are on stderr and in every later call.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main or 0), ctypes.py_object(type(failure)))
