@@ -162,7 +162,7 @@ _SIZES = st.fixed_dictionaries(
     {"model_type": st.sampled_from(["llama", "qwen2", "mixtral", "qwen3_moe"])},
     optional=dict.fromkeys(_NAMES, st.integers(1, 300)),
 )
-_HOSTILE = st.sampled_from([10**5, 10**8, 0, -1, 1.5, None, "8", [], {}, 10**30])
+_HOSTILE = st.sampled_from([10**8, 0, -1, 1.5, None, "8", [], {}, 10**30])
 #: Nothing, or something that is no size or rate in one place.
 _SIZE_BEYOND = st.one_of(
     st.just({}), st.dictionaries(st.sampled_from([*_NAMES, "model_type", "mlp_only_layers"]), _HOSTILE, max_size=1)
