@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tide_strategies.cli.main import main
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.planner import architectures, limits
-from tide_strategies.planner.predict import group_times
+from tide_strategies.planner.predict import NODES_CHUNK_BYTES, group_times
 from tide_strategies.planner.rates import CPU_PAIR, H200_PAIR, PAPER, Rates, bounds
 from tide_strategies.topology import Topology
 
@@ -189,3 +189,6 @@ def test_bounds_are_above_what_the_presets_and_papers_jobs_need() -> None:
         for topology in (Topology(1, 8), Topology(1, 72), Topology(128, 8)):
             limits.check_topology(topology)
             limits.check_model(architectures.preset(name), topology, 8 << 20)
+        layouts = [g.layout(64) for g in architectures.preset(name).groups]
+        work = max(64 * limits.copies(x, Topology(8, 8), NODES_CHUNK_BYTES) for x in layouts)
+        assert work <= limits.MOST_REPLAYED_ACROSS, "64 GPUs are replayed"

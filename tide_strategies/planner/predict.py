@@ -14,7 +14,7 @@ from tide_strategies.collectives.two_level import reduce_scatter_nodes
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.planner import stages
 from tide_strategies.planner.calibrate import line
-from tide_strategies.planner.limits import MOST_REPLAYED_COPIES, copies
+from tide_strategies.planner.limits import MOST_REPLAYED_ACROSS, MOST_REPLAYED_COPIES, copies
 from tide_strategies.planner.memory import alone
 from tide_strategies.planner.rates import PAPER, Rates
 from tide_strategies.planner.replay import Call, Machine, Replayed, Thread, one_call, replay
@@ -181,7 +181,7 @@ def group_times(
     output = 4 * max(1, layout.output_items)
     sizing = solve(rates, topology, output)
     work = topology.ranks * copies(layout, topology, chunk_bytes if topology.nodes == 1 else NODES_CHUNK_BYTES)
-    if topology.nodes > 1 and topology.ranks <= MOST_REPLAYED and work <= MOST_REPLAYED_COPIES:
+    if topology.nodes > 1 and topology.ranks <= MOST_REPLAYED and work <= MOST_REPLAYED_ACROSS:
         machine = Machine(
             rates=rates,
             topology=topology,
