@@ -33,6 +33,10 @@ _MOST = {"sum_ctas": 1024, "landing_ctas": 1024, "round_width": 1024, "passes": 
 #: Options that tune a reduce-scatter and change no bit of its result.
 KNOBS = ("chunk_bytes", *_MOST)
 
+#: Sections within sections, at most: more is no configuration, or one that holds itself.
+_MOST_DEPTH = 32
+_TOO_DEEP = "an option is a section and a name, as in all_gather.slots"
+
 #: About three years: what no clock behind a wait overflows at.
 MAX_TIMEOUT_S = 1e8
 
@@ -269,14 +273,16 @@ def parse_topology(text: str) -> TopologyConfig:
     return TopologyConfig(nodes=int(parts[0]), gpus_per_node=int(parts[1]))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, depth: int = 0) -> Any:
     """Turn any mapping type (an OmegaConf node, say) into plain dictionaries, and enumeration members into names."""
+    if depth > _MOST_DEPTH:
+        raise TideConfigError(f"TIDE options are nested deeper than {_MOST_DEPTH} sections: {_TOO_DEEP}")
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
-        return {k: _plain(value[k]) for k in value}
+        return {k: _plain(value[k], depth + 1) for k in value}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return tuple(_plain(v) for v in value)
+        return tuple(_plain(v, depth + 1) for v in value)
     return value.name if isinstance(value, Enum) else value
 
 
@@ -286,6 +292,10 @@ def _nest(data: Mapping[Any, Any]) -> dict[str, Any]:
     for key, value in data.items():
         if not isinstance(key, str):
             raise TideConfigError(f"TIDE option names are text; got {key!r}")
+        if key.count(".") > _MOST_DEPTH:
+            raise TideConfigError(
+                f"TIDE option {key[:60] + '...'!r} names more than {_MOST_DEPTH} sections: {_TOO_DEEP}"
+            )
         head, _, rest = key.partition(".")
         if rest:
             key, value = head, _nest({rest: value})

@@ -69,6 +69,9 @@ def _job(rank: int, world: int, folder: str) -> dict[str, Any]:
                 out["none"] = _trained(rank, world, _auto("off", strict=True))
             with mock.patch.object(calibration, "_measure", return_value=None):
                 out["unknown"] = _trained(rank, world, _auto("off"))
+            unlike = mock.patch.object(calibration, "facts_of", return_value={"device": "cpu", "gpu": str(rank)})
+            with unlike, mock.patch.object(calibration, "_measure", return_value=fast):
+                out["unlike"] = _trained(rank, world, _auto(f"{folder}/unlike"))
             if world == 4:
                 replica = rank // 2
                 with mock.patch.object(calibration, "_measure", return_value=slow if replica else fast):
@@ -81,7 +84,8 @@ def _job(rank: int, world: int, folder: str) -> dict[str, Any]:
             out["nodes"]["equal"] = _equal(
                 out["nodes"], _trained(rank, world, {"plan": "tide", "timeout_s": 30, **nodes})
             )
-    for name in ("measured", "cached", "off", "some", "none", "unknown"):
+    out["unlike"]["kept"] = Path(f"{folder}/unlike").exists()
+    for name in ("measured", "cached", "off", "some", "none", "unknown", "unlike"):
         out[name]["equal"] = _equal(out[name], stock)
         out[name]["as plain"] = out[name]["calls"] == plain["calls"]
     for name in out:
@@ -158,6 +162,14 @@ def test_knobs_are_solved_from_measured_rates_alike_on_all_ranks(
         assert rates.land_cap != CPU_PAIR.land_cap
         assert 0 < rates.round_wait_s != CPU_PAIR.round_wait_s
         assert plan.knobs["round_width"] == 1, "one other node"
+
+
+def test_nothing_is_kept_where_ranks_differ_in_what_times_depend_on(two: list[dict[str, Any]]) -> None:
+    for result in two:
+        assert all("(measured)" in words for *_, words in result["unlike"]["groups"].values())
+        assert result["unlike"]["equal"]
+        assert not result["unlike"]["kept"]
+        assert len(result["files"]) == 1, "as it is where they do not"
 
 
 def test_what_stock_keeps_has_no_plan(two: list[dict[str, Any]]) -> None:

@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from tide_strategies import _native
 from tide_strategies.cli import checks, doctor
 from tide_strategies.cli.main import COMMANDS, main
+from tide_strategies.cli.plan import arena_of_gpu_ranks
 from tide_strategies.cli.tables import WIDTH, gib, table
 from tide_strategies.errors import TideConfigError
 from tide_strategies.planner import architectures, memory
 from tide_strategies.planner.calibrate import fingerprint
 from tide_strategies.planner.groups import Group, Model
+from tide_strategies.planner.knobs import Knobs
 from tide_strategies.planner.rates import PAPER
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.topology import Topology
@@ -80,6 +82,9 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
         (["explain", "resnet"], "MODEL is package.module:function or a code"),
         (["explain", "a:b", "--set", "slots"], "--set takes OPTION=VALUE"),
         (["explain", "a:b", "--set", "all_gather.slot=3"], "did you mean 'all_gather.slots'?"),
+        (["explain", "a:b", "--set", "a." * 600 + "a=1"], "nested deeper than 32 sections"),
+        (["explain", "a:b", "--set", "plan=" + '{"a":' * 600 + "1" + "}" * 600], "nested deeper than 32 sections"),
+        (["explain", "a:b", "--set", "plan=" + "[" * 10**5], "'plan' must be 'auto' or 'tide' or 'stock'"),
         (["timeline", "--from", "/no/such/file"], "cannot read a trace"),
         (["timeline", "--mib", "-1"], "must be positive"),
         (["timeline", "--svg", "/no/such/folder/x.svg"], "cannot write"),
@@ -91,6 +96,18 @@ def test_what_is_wrong_is_said_on_stderr_with_exit_code_1(arguments: list[str], 
     captured = capsys.readouterr()
     assert words in captured.err
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("depth", [600, 5000])
+@pytest.mark.parametrize("suffix", [".json", ".yaml"])
+def test_an_options_file_of_sections_without_end_is_refused(
+    suffix: str, depth: int, tmp_path: Path, capsys: Output
+) -> None:
+    file = tmp_path / f"options{suffix}"
+    file.write_text('{"a": ' * depth + "1" + "}" * depth)
+    assert run("explain", "a:b", "--config", str(file)) == 1
+    said = capsys.readouterr().err
+    assert "nested deeper than 32 sections" in said or f"cannot read options from {file}: RecursionError" in said
 
 
 def test_tables_fit_and_wrap_their_last_column() -> None:
@@ -216,10 +233,23 @@ def test_any_file_is_a_model_or_a_clear_refusal(tmp_path: Path, content: bytes) 
 def test_the_gpu_arena_counts_whole_granules() -> None:
     model = architectures.preset("wan2.2-14b")
     chunk = 18 * 2**20
-    arena = memory.arena_on_gpu(model.groups, 8, counters=100, chunk_bytes=chunk)
-    assert all(n % memory.GPU_GRANULE == 0 for n in arena.values())
-    assert arena["staging"] == 2 * 7 * chunk
-    assert list(arena) == ["control", "staging", "ring", "pinned"]
+    for multicast in (False, True):
+        arena = arena_of_gpu_ranks(
+            model.groups,
+            Topology(1, 8),
+            knobs=Knobs(chunk_bytes=chunk),
+            ring=memory.Ring(),
+            mode="in_place",
+            multicast=multicast,
+        )
+        assert all(n % memory.GPU_GRANULE == 0 for n in arena.values())
+        assert arena["staging"] == 2 * 7 * chunk
+        assert sorted(arena) == sorted(["control", "staging", "ring", "pinned"] + ["stage"] * multicast)
+        if multicast:  # the own shards of the largest group are cast into it
+            largest = max(
+                sum(x.shard_bytes(p) for p in range(len(x.params))) for g in model.groups for x in [g.layout(8)]
+            )
+            assert arena["stage"] - largest in range(memory.GPU_GRANULE)
 
 
 @pytest.mark.parametrize(("ranks", "groups", "slots"), [(2, 1, 1), (8, 82, 2), (8, 400, 9)])
@@ -227,7 +257,7 @@ def test_control_memory_is_what_the_native_core_asks_for(ranks: int, groups: int
     """On GPUs from its own function, on CPUs from an arena that is really made."""
     counters = CallBook(Topology(1, ranks), groups + slots).counters
     group = architectures.block("b", [(64, 64)], 2)
-    on_gpu = memory.arena_on_gpu([group] * groups, ranks, counters=counters, chunk_bytes=4096, granule=1)
+    on_gpu = memory.arena_on_gpu([group] * groups, ranks, counters=counters, reserved={}, granule=1)
     assert on_gpu["control"] == _native.cuda.Control.control_bytes(ranks, counters)
     on_cpu = memory.arena_on_cpu([group] * groups, Topology(1, ranks), counters=counters, reserved={})
     assert on_cpu["control"] == _native.Arena.create(ranks, 0, counters).control_bytes

@@ -153,6 +153,33 @@ def test_refusals_say_what_is_allowed(mapping: dict[Any, Any], words: str) -> No
     assert words in str(refused.value)
 
 
+def _nested(depth: int, inner: Any, layer: Any) -> Any:
+    for _ in range(depth):
+        inner = layer(inner)
+    return inner
+
+
+_LOOP: dict[str, Any] = {}
+_LOOP["all_gather"] = _LOOP
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        *(_nested(n, 1, lambda v: {"all_gather": v}) for n in (34, 600, 5000)),
+        {"plan": {"tide": _nested(600, 1, lambda v: [v])}},
+        {"a." * 600 + "a": 1},
+        _nested(300, 1, lambda v: {"a.b": v}),
+        _LOOP,
+    ],
+    ids=["34", "600", "5000", "lists", "dotted", "both", "loop"],
+)
+def test_sections_within_sections_without_end_are_refused_in_words(mapping: dict[str, Any]) -> None:
+    with pytest.raises(TideConfigError, match=r"(more|deeper) than 32 sections") as refused:
+        TideConfig.from_any(mapping)
+    assert len(str(refused.value)) < 300
+
+
 @pytest.mark.parametrize("value", [3, "all_gather.slots=3", [("plan", "auto")], object()])
 def test_only_mappings_and_configs_are_options(value: Any) -> None:
     with pytest.raises(TideConfigError, match="must be a mapping or a TideConfig"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from tide_strategies._native import cuda
 from tide_strategies.collectives.plan import refusals
 from tide_strategies.collectives.schedule import Space
+from tide_strategies.errors import TideConfigError
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.planner import probes
 from tide_strategies.planner.knobs import Knobs, choose, unmeasured
-from tide_strategies.planner.rates import CPU_PAIR, GB, H200_PAIR, MIB, PAPER, Rates
+from tide_strategies.planner.rates import CPU_PAIR, GB, H200_PAIR, MIB, PAPER, Rates, bounds
 from tide_strategies.planner.replay import Machine, one_call, replay
 from tide_strategies.planner.sizing import passes_of, solve
 from tide_strategies.runtime.encode import encode
@@ -169,22 +170,37 @@ def test_what_is_stated_stays_and_is_rounded_to_what_pieces_need() -> None:
         assert Knobs(chunk_bytes=4096).base_plan(without) is None, "one node, or a lane with a plan of its own"
 
 
-_NUMBERS = st.one_of(st.sampled_from([1e-9, 1.0, 1e9, 1e18]), st.floats(1e-9, 1e18))
+#: What each number of rates may be, its bounds among it.
+_NUMBERS = {
+    f.name: st.one_of(st.sampled_from(bounds(f.name)[:2]), st.floats(*bounds(f.name)[:2]))
+    for f in fields(Rates)
+    if f.name not in ("name", "multicast")
+}
+
+
+@pytest.mark.parametrize("name", _NUMBERS)
+def test_rates_beyond_their_bounds_are_refused_in_words(name: str) -> None:
+    low, high, unit = bounds(name)
+    for value in (low, high):
+        assert getattr(replace(PAPER, **{name: value}), name) == value
+    beyond = [math.nextafter(low, -math.inf), math.nextafter(high, math.inf), math.nan, math.inf, -math.inf, 10**400]
+    for value in (*beyond, True, None, "1", [1.0]):
+        with pytest.raises(TideConfigError, match=f"rate '{name}' must be a number from .*{unit}; got "):
+            replace(PAPER, **{name: value})
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.fixed_dictionaries(dict.fromkeys(("push", "sum_per_cta", "land_per_cta", "land_cap", "rail"), _NUMBERS)),
-    st.fixed_dictionaries({n: st.floats(0, 1e4) for n in ("start_s", "signal_s", "chunk_s", "round_wait_s")}),
+    st.fixed_dictionaries({n: v for n, v in _NUMBERS.items() if n != "chunk_cap"}),
     st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 4), (64, 8)]),
     st.integers(0, 1 << 22),
-    st.floats(4096, 2**30),
+    _NUMBERS["chunk_cap"],
     st.sampled_from(["cpu", "cuda"]),
 )
-def test_whatever_rates_are_stated_the_knobs_can_run(rates, times, form, rows, cap, device) -> None:
+def test_whatever_rates_are_stated_the_knobs_can_run(numbers, form, rows, cap, device) -> None:
     """Rates from a file or a cache may be anything that a rate can be: no knob leaves what runtimes take."""
     topology = Topology(*form)
-    own = replace(PAPER, **rates, **times, chunk_cap=cap)
+    own = replace(PAPER, **numbers, chunk_cap=cap)
     knobs = choose(own, topology, [layout(topology.ranks, rows)], device)
     assert 4096 <= knobs.chunk_bytes <= max(cap, 4096)
     assert knobs.chunk_bytes % 32 == 0

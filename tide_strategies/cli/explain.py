@@ -76,7 +76,7 @@ def read_options(file: Path | None, settings: list[str]) -> dict[str, Any]:
             raise TideConfigError(f"--set takes OPTION=VALUE; got {text!r}")
         try:
             parsed: Any = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed = value
         section = options
         *path, last = name.split(".")

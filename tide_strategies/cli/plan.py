@@ -6,19 +6,22 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tide_strategies.cli.tables import gib, table, wrapped
 from tide_strategies.config import parse_topology
 from tide_strategies.errors import TideConfigError
-from tide_strategies.planner import architectures, calibrate, memory, predict
+from tide_strategies.planner import architectures, calibrate, limits, memory, predict
 from tide_strategies.planner.groups import Group, Model
 from tide_strategies.planner.knobs import Knobs, choose
 from tide_strategies.planner.rates import NAMED, Rates, built_in
+from tide_strategies.planner.reading import read_json
 from tide_strategies.planner.sizing import rounds_of, solve
 from tide_strategies.runtime.calls import CallBook
+from tide_strategies.runtime.cuda.group import needed_device_memory
+from tide_strategies.runtime.cuda.multicast import why_unicast
 from tide_strategies.runtime.group import needed_memory
 from tide_strategies.topology import Topology
 
@@ -54,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mode", choices=["in_place", "slot_reuse"], default="in_place", help="reduce_scatter.mode")
     add("--slots", type=_positive, default=2, help="all_gather.slots (default: 2)")
     add(
+        "--multicast",
+        choices=["auto", "on", "off"],
+        default="auto",
+        help="all_gather.multicast, on GPUs that have it; auto: from three ranks a node (default: auto)",
+    )
+    add(
         "--precision",
         choices=["bf16-mixed", "bf16-true", "32-true"],
         default="bf16-mixed",
@@ -78,8 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan and print."""
     stated = parse_topology(arguments.topology) if arguments.topology else None
     topology = Topology(stated.nodes, stated.gpus_per_node) if stated else Topology(arguments.nodes, arguments.gpus)
+    limits.check_topology(topology)
     model, footprint = load_model(arguments, topology.ranks)
     rates = load_rates(arguments.rates, arguments.device)
+    if arguments.device == "cuda" and arguments.multicast != "auto":
+        rates = replace(rates, multicast=uses_multicast(topology, arguments.multicast))
     plan = make_plan(model, topology, rates, arguments, footprint)
     print(json.dumps(plan, indent=1) if arguments.json else _words(plan))
     return 0
@@ -104,11 +116,10 @@ def load_rates(text: str | None, device: str) -> Rates:
         except ValueError as e:
             raise TideConfigError(f"--rates calibrated: {e}; train with plan: auto first") from None
     try:
-        return Rates.from_dict(json.loads(Path(text).read_bytes()))
-    except (OSError, ValueError, RecursionError) as e:
+        return Rates.from_dict(read_json(Path(text), "rates"))
+    except TideConfigError as e:
         raise TideConfigError(
-            f"--rates is {', '.join(NAMED)}, calibrated, or a JSON file of rates; {text!r} cannot be read as one "
-            f"({type(e).__name__}: {e})"
+            f"--rates is {', '.join(NAMED)}, calibrated, or a JSON file of rates; {text!r} cannot be read as one ({e})"
         ) from None
 
 
@@ -139,6 +150,7 @@ def make_plan(
         [g.layout(topology.ranks) for g in model.groups],
         options.device,
     )
+    limits.check_model(model, topology, knobs.chunk_bytes)
     kinds = _kinds(model, topology, rates, options.device, knobs)
     largest = solve(rates, topology, max(output, 1))
     arena, method = _arena(model, topology, largest.round_width, knobs, options)
@@ -202,6 +214,34 @@ def arena_of_cpu_ranks(
     )
 
 
+def arena_of_gpu_ranks(
+    groups: Sequence[Group], topology: Topology, *, knobs: Knobs, ring: memory.Ring, mode: str, multicast: bool
+) -> dict[str, int]:
+    """Bytes of device memory by part that each GPU of one node will hold, by the runtime's own counts."""
+    layouts = [g.layout(topology.ranks) for g in groups]
+    return memory.arena_on_gpu(
+        groups,
+        topology.ranks,
+        counters=CallBook(topology, len(groups) + ring.slots).counters,
+        reserved=needed_device_memory(
+            layouts,
+            topology,
+            0,
+            knobs.chunk_bytes,
+            mode == "slot_reuse",
+            plan=knobs.base_plan(topology),
+            multicast=multicast,
+        ),
+        ring=ring,
+    )
+
+
+def uses_multicast(topology: Topology, stated: str) -> bool:
+    """Whether ranks on GPUs of their own, which have multicast, will use it; ``stated`` is auto, on or off."""
+    capable = [{"refusal": "", "uuid": str(rank)} for rank in range(topology.ranks)]
+    return not why_unicast(capable, topology, "auto" if stated == "auto" else stated == "on")
+
+
 def _arena(
     model: Model, topology: Topology, width: int, knobs: Knobs, options: argparse.Namespace
 ) -> tuple[dict[str, int], str]:
@@ -214,9 +254,9 @@ def _arena(
     if topology.nodes > 1:
         parts = memory.arena_across_nodes(groups, topology, mode=options.mode, round_width=width, ring=ring)
         return parts, "closed form (paper, section 5.4), on each GPU"
-    counters = CallBook(topology, len(groups) + ring.slots).counters
-    parts = memory.arena_on_gpu(groups, ranks, counters=counters, chunk_bytes=knobs.chunk_bytes, ring=ring)
-    return parts, "exact, on each GPU"
+    multicast = uses_multicast(topology, options.multicast)
+    parts = arena_of_gpu_ranks(groups, topology, knobs=knobs, ring=ring, mode=options.mode, multicast=multicast)
+    return parts, f"exact, on each GPU, {'with' if multicast else 'without'} multicast"
 
 
 def _kinds(model: Model, topology: Topology, rates: Rates, device: str, knobs: Knobs) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tide_strategies.cli.plan import load_rates
 from tide_strategies.config import parse_topology
 from tide_strategies.errors import TideConfigError
-from tide_strategies.planner import measured, predict, stages, timeline
+from tide_strategies.planner import limits, measured, predict, stages, timeline
 from tide_strategies.planner.replay import Machine, Span
 from tide_strategies.planner.sizing import solve
 from tide_strategies.topology import Topology
@@ -114,6 +114,7 @@ def _of_ranks(folder: Path, window: str | None) -> tuple[list[Span], str]:
 def _predicted(arguments: argparse.Namespace) -> tuple[Sequence[Span], str]:
     stated = parse_topology(arguments.topology)
     topology = Topology(stated.nodes, stated.gpus_per_node)
+    limits.check_topology(topology)
     if not 0 < arguments.mib <= 2**20 or not 1 <= arguments.params <= 10_000 or not 0 <= arguments.delay_us < 1e9:
         raise TideConfigError("--mib, --params and --delay-us must be positive numbers of a sensible size")
     rates, nbytes = load_rates(arguments.rates, arguments.device), int(arguments.mib * 2**20)

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from tide_strategies.config import TideConfig
 from tide_strategies.fsdp2.access import unsharded_dtype
 from tide_strategies.fsdp2.connect import Member
 from tide_strategies.fsdp2.eligibility import REDUCIBLE
+from tide_strategies.fsdp2.facts import facts_of
 from tide_strategies.fsdp2.probing import measure_rates
 from tide_strategies.planner import calibrate as plans
 from tide_strategies.planner.knobs import Knobs
@@ -94,11 +93,17 @@ class Calibration:
                 )
             return
         self._exchange = process_group_exchange(ranks, config.timeout_s, "the calibration of collectives")
-        self._facts = _facts(ranks, device, config)
-        hosts = hosts_of(exchange_json(self._exchange, bootstrap.host_identity()))
-        self._facts["hosts"] = str([len(host) for host in hosts])
-        self._where, self._spent_s = plans.folder(config.calibration.cache), 0.0
-        self._known = _known(self._exchange, ranks.rank(), self._facts, self._where)
+        self._facts = facts_of(ranks, device, config)
+        index = torch.cuda.current_device() if device.type == "cuda" else 0
+        stated = exchange_json(self._exchange, [bootstrap.host_identity(), index])
+        self._facts["hosts"] = str([len(host) for host in hosts_of([identity for identity, _ in stated])])
+        self._facts["devices"] = str([at for _, at in stated])
+        #: Seconds that this rank has spent on measuring: "rates" and "groups", as far as either was measured.
+        self.spent_s: dict[str, float] = {}
+        self._where = plans.folder(config.calibration.cache)
+        self._known, alike = _known(self._exchange, ranks.rank(), self._facts, self._where)
+        if not alike:
+            self._where = None  # rank 0's facts would vouch for what was measured with ranks unlike it
 
     def rates(self) -> tuple[Rates | None, str]:
         """The machine's rates and where they are from: "cache" or "measured"; None where they cannot be told."""
@@ -106,11 +111,11 @@ class Calibration:
             return None, ""
         if self._known.rates is not None:
             return self._known.rates, "cache"
-        if self._ranks.rank() == 0:
-            _log.info("TIDE: measuring rates of copies, sums, waits and rails (about a second)")
         budget_s, start = min(self._config.calibration.budget_s / 2, _MOST_FOR_RATES_S), time.perf_counter()
+        if self._ranks.rank() == 0:
+            _log.info("TIDE: measuring rates of copies, sums, waits and rails (in about %g s)", budget_s)
         found = measure_rates(self._exchange, self._ranks, self._device, self._config, budget_s)
-        self._spent_s = time.perf_counter() - start
+        self._spent("rates", time.perf_counter() - start)
         if found is not None:
             self._keep(replace(self._known, rates=found))
         return found, "measured"
@@ -140,7 +145,7 @@ class Calibration:
     def _measured(self, todo: Mapping[str, Member], members: Sequence[Member]) -> plans.Table | None:
         """Times of as many kinds of groups as the budget allows; None if stock cannot be timed."""
         whole_s, fresh, start = self._config.calibration.budget_s, plans.Table(), time.perf_counter()
-        budget_s = max(whole_s - exchange_json(self._exchange, self._spent_s)[0], whole_s / 2)
+        budget_s = max(whole_s - exchange_json(self._exchange, self.spent_s.get("rates", 0.0))[0], whole_s / 2)
         if todo and self._ranks.rank() == 0:
             _log.info("TIDE: timing %d kinds of parameter groups (at most %g s)", len(todo), budget_s)
         try:
@@ -152,11 +157,18 @@ class Calibration:
                 if measured is None:
                     return None
                 fresh[key] = measured
+            if todo:
+                self._spent("groups", time.perf_counter() - start, f" ({len(fresh)} of {len(todo)} kinds)")
         finally:
             _forget_calls(members)
             if todo and self._device.type == "cuda":
                 torch.cuda.empty_cache()  # the model's first step finds the memory as if nothing had been measured
         return fresh
+
+    def _spent(self, what: str, seconds: float, more: str = "") -> None:
+        self.spent_s[what] = seconds
+        if self._ranks.rank() == 0:
+            _log.info("TIDE: measuring %s took %.2f s%s", what, seconds, more)
 
     def _keep(self, known: plans.Known) -> None:
         self._known = known
@@ -175,56 +187,27 @@ def _result(key: str, member: Member, known: plans.Table, fresh: plans.Table) ->
     return None if found is None else Calibrated(found, "estimated", gathers)
 
 
-def _known(exchange: Exchange, rank: int, facts: dict[str, str], where: Path | None) -> plans.Known:
-    """What rank 0 has under these facts, if all ranks have the same facts."""
+def _known(exchange: Exchange, rank: int, facts: dict[str, str], where: Path | None) -> tuple[plans.Known, bool]:
+    """What rank 0 has under these facts, if all ranks have the same facts; and whether they have."""
     known = plans.Known()
     if rank == 0 and where is not None:
         known, problem = plans.load(where, facts)
         if problem:
             _log.warning("TIDE: what was calibrated before is not used (%s)", problem)
     stated = exchange_json(exchange, {"facts": facts, **plans.plain(known)})
-    if any(s.get("facts") != stated[0].get("facts") for s in stated):
-        return plans.Known()
-    return plans.from_plain(stated[0])
-
-
-def _facts(ranks: dist.ProcessGroup, device: torch.device, config: TideConfig) -> dict[str, str]:
-    """Everything that the times depend on and that can change between two jobs."""
-    facts = {
-        "package": metadata.version("tide-strategies"),
-        "torch": str(torch.__version__),
-        "device": device.type,
-        "ranks": str(ranks.size()),
-        "backend": str(dist.get_backend(ranks)),
-        "topology": str(config.topology),
-        "rail": config.rail,
-        "all_gather": str(config.all_gather),
-        "reduce_scatter": str(config.reduce_scatter),
-        "threads": str(torch.get_num_threads()),
-        "processors": f"{_processor()} x {len(os.sched_getaffinity(0))}",
-    }
-    if device.type == "cuda":
-        index = torch.cuda.current_device()
-        from tide_strategies._native import cuda
-
-        facts["gpu"] = f"{torch.cuda.get_device_name(index)} x {torch.cuda.device_count()}"
-        facts["driver"] = str(cuda.probe()["driver_version"])
-        facts["nccl"] = str(torch.cuda.nccl.version())
-    return facts
+    first = stated[0]["facts"]
+    unlike = {k for s in stated for k in {*s["facts"], *first} if s["facts"].get(k) != first.get(k)}
+    if unlike:
+        if rank == 0 and where is not None:
+            _log.info("TIDE: ranks differ in %s, so the calibration is not kept", ", ".join(sorted(unlike)))
+        return plans.Known(), False
+    return plans.from_plain(stated[0]), True
 
 
 def _backend(ranks: dist.ProcessGroup, device: torch.device) -> str:
     """The backend of a process group for tensors on a kind of device."""
     by_device = dict(entry.split(":") for entry in str(dist.get_backend_config(ranks)).split(","))
     return by_device.get(device.type, "none")
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "unknown")
-    except OSError:
-        return "unknown"
 
 
 def _details(group: Any) -> list[object]:

@@ -8,13 +8,14 @@ transformers 5.
 from __future__ import annotations
 
 import difflib
-import json
+import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from tide_strategies.errors import TideConfigError
 from tide_strategies.planner.groups import Group, Model, block
+from tide_strategies.planner.reading import read_json
 
 Sizes = list[tuple[int, ...]]
 #: "vocab": embedding and head are groups of their own, as torchtitan wraps; "blocks": the root keeps them.
@@ -47,8 +48,8 @@ def from_config(config: Any, name: str, *, itemsize: int = 2, master_itemsize: i
     if not isinstance(kind, str) or kind not in _DENSE | _MOE:
         known = ", ".join(sorted(_DENSE | _MOE))
         raise TideConfigError(
-            f"{name}: model_type {kind!r} is not known here; known are {known}. Give a Python path instead "
-            f"(package.module:function, where the function returns the model)."
+            f"{name}: model_type {reprlib.repr(kind)[:80]} is not known here; known are {known}. Give a Python path "
+            "instead (package.module:function, where the function returns the model)."
         )
     return _decoder(config, str(kind), name, itemsize, master_itemsize, wrap)
 
@@ -57,14 +58,10 @@ def from_file(path: Path, **options: Any) -> Model:
     """As :func:`from_config`, from a ``config.json`` or the folder that holds one.
 
     Raises:
-        TideConfigError: also if the file cannot be read or is not JSON.
+        TideConfigError: also if the file cannot be read (``planner/reading.py``).
     """
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as e:
-        raise TideConfigError(f"cannot read a model config from {file}: {type(e).__name__}: {e}") from None
-    return from_config(config, str(path), **options)
+    return from_config(read_json(file, "a model config"), str(path), **options)
 
 
 def preset(name: str, *, itemsize: int = 2, master_itemsize: int = 4, wrap: Wrap = "vocab") -> Model:
@@ -85,7 +82,9 @@ def _number(config: Mapping[str, Any], key: str, default: int | None = None, *, 
     value = config.get(key)
     value = default if value is None else value
     if type(value) is not int or not 1 <= value <= high:
-        raise TideConfigError(f"model config: {key} must be a whole number from 1 to {high}; got {value!r}")
+        raise TideConfigError(
+            f"model config: {key} must be a whole number from 1 to {high}; got {reprlib.repr(value)[:80]}"
+        )
     return value
 
 
@@ -95,14 +94,15 @@ def _decoder(config: Mapping[str, Any], kind: str, name: str, itemsize: int, mas
     vocab = _number(config, "vocab_size")
     attention = _attention(config, kind, hidden)
     dense: Sizes = []
-    if kind in _DENSE or _sparse_layers(config, layers) < layers:
+    sparse = _sparse_layers(config, layers) if kind in _MOE else frozenset()
+    if len(sparse) < layers:
         inner = _number(config, "intermediate_size")
         dense = [(inner, hidden), (inner, hidden), (hidden, inner)]
     groups = []
     active = 0
     for i in range(layers):
         feed, used = dense, _items(dense)
-        if kind in _MOE and _is_sparse(config, i):
+        if i in sparse:
             feed, used = _experts(config, hidden)
         sizes = [*attention, *feed, (hidden,), (hidden,)]
         active += used + _items([*attention, (hidden,), (hidden,)])
@@ -142,14 +142,15 @@ def _attention(config: Mapping[str, Any], kind: str, hidden: int) -> Sizes:
     return [*sizes, (hidden, heads * width)]
 
 
-def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
+def _sparse_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
+    """Numbers of the layers with experts."""
     step = _number(config, "decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or []
-    return layer not in dense and (layer + 1) % step == 0 if isinstance(dense, list) else True
-
-
-def _sparse_layers(config: Mapping[str, Any], layers: int) -> int:
-    return sum(_is_sparse(config, i) for i in range(layers))
+    if not isinstance(dense, list) or not all(type(n) is int for n in dense):
+        raise TideConfigError(
+            f"model config: mlp_only_layers must list numbers of layers; got {reprlib.repr(dense)[:80]}"
+        )
+    return frozenset(range(step - 1, layers, step)) - set(dense)
 
 
 def _experts(config: Mapping[str, Any], hidden: int) -> tuple[Sizes, int]:

@@ -18,8 +18,8 @@ Action = Callable[[], None]
 #: Resources of a flow, each with the bytes it moves there per byte of the flow.
 Uses = Mapping[Resource, float]
 
-#: Seconds' worth of bytes that rounding may leave of a flow that has ended.
-_REST_S = 1e-9
+#: Seconds' worth of bytes that rounding may leave of a flow that has ended, and as a share of the time by then.
+_REST_S, _REST_SHARE = 1e-9, 1e-12
 
 
 class _Flow:
@@ -82,7 +82,7 @@ class Simulation:
 
     def _end(self, flow: _Flow) -> None:
         self._settle(flow)
-        assert flow.left <= _REST_S * flow.rate, "a flow ends when it has moved everything"
+        assert flow.left <= max(_REST_S, _REST_SHARE * self.now) * flow.rate, "a flow ends when it has moved everything"
         del self._stamp[flow.key]
         for r in flow.uses:
             del self._users[r][flow.key]

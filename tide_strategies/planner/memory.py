@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tide_strategies.collectives.reduce_scatter import BANKS, PIECE_ALIGNMENT
 from tide_strategies.collectives.schedule import Space
 from tide_strategies.errors import TideConfigError
 from tide_strategies.layout import align
@@ -76,7 +75,7 @@ def arena_on_gpu(
     ranks: int,
     *,
     counters: int,
-    chunk_bytes: int,
+    reserved: Mapping[tuple[Space, int], int],
     ring: Ring = Ring(),
     granule: int = GPU_GRANULE,
 ) -> dict[str, int]:
@@ -86,15 +85,13 @@ def arena_on_gpu(
         groups: as of :func:`arena_on_cpu`.
         ranks: GPUs.
         counters: as of :func:`arena_on_cpu`.
-        chunk_bytes: of the reduce-scatter.
+        reserved: what schedules need on every rank (``runtime.cuda.group.needed_device_memory``).
         ring: options of the ring.
-        granule: what allocations are rounded up to.
+        granule: what allocations are rounded up to, by multicast too.
     """
     out = {"control": align(_CUDA_CELL * ranks * counters, granule)}
-    # Chunks are whole vectors (fsdp2/connect.py).
-    staging = BANKS * (ranks - 1) * align(chunk_bytes, 2 * PIECE_ALIGNMENT)
-    if staging:
-        out["staging"] = align(staging, granule)
+    for (space, _), nbytes in reserved.items():
+        out[space.value] = out.get(space.value, 0) + align(nbytes, granule)
     for part, sizes in _landings(groups, ranks, ring).items():
         out[part] = sum(align(n, granule) for n in sizes)
     return out

@@ -13,6 +13,8 @@ from tide_strategies.collectives.schedule import Item
 from tide_strategies.collectives.two_level import reduce_scatter_nodes
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.planner import stages
+from tide_strategies.planner.calibrate import line
+from tide_strategies.planner.limits import MOST_REPLAYED_ACROSS, MOST_REPLAYED_COPIES, copies
 from tide_strategies.planner.memory import alone
 from tide_strategies.planner.rates import PAPER, Rates
 from tide_strategies.planner.replay import Call, Machine, Replayed, Thread, one_call, replay
@@ -25,6 +27,8 @@ _MIB = 2**20
 NODES_CHUNK_BYTES = 16 * _MIB
 #: Jobs of more ranks are timed by the stage model: a replay's work grows with the ranks and with their peers.
 MOST_REPLAYED = 64
+#: Chunks from which on a reduce-scatter's time is a line.
+_MANY_CHUNKS = 16
 
 
 def even_layout(ranks: int, items: int, params: int) -> GroupLayout:
@@ -176,7 +180,8 @@ def group_times(
     """
     output = 4 * max(1, layout.output_items)
     sizing = solve(rates, topology, output)
-    if topology.nodes > 1 and topology.ranks <= MOST_REPLAYED:
+    work = topology.ranks * copies(layout, topology, chunk_bytes if topology.nodes == 1 else NODES_CHUNK_BYTES)
+    if topology.nodes > 1 and topology.ranks <= MOST_REPLAYED and work <= MOST_REPLAYED_ACROSS:
         machine = Machine(
             rates=rates,
             topology=topology,
@@ -200,12 +205,32 @@ def group_times(
         )
     ctas = 1 if one_memory else sum_ctas or sizing.sum_ctas
     machine = Machine(rates=rates, topology=topology, sum_ctas=ctas, one_memory=one_memory)
-    return Times(
-        one_node_all_gather(machine, layout).seconds,
-        one_node_reduce_scatter(machine, layout, chunk_bytes=chunk_bytes).seconds,
-        "replay",
-        replace(sizing, sum_ctas=ctas),
-    )
+
+    def reduced(part: GroupLayout) -> float:
+        return one_node_reduce_scatter(machine, part, chunk_bytes=chunk_bytes).seconds
+
+    method, share = "replay", max(work // MOST_REPLAYED_COPIES, 2)
+    parts = [_part(layout, share * times) for times in (1, 2)]
+    many_chunks = layout.output_items * 2 > _MANY_CHUNKS * chunk_bytes
+    if work > MOST_REPLAYED_COPIES and many_chunks and parts[0].output_items > parts[1].output_items:
+        # Chunk follows chunk at a steady pace: two parts of the group are on the line that the whole is on.
+        method = "replay of a part"
+        call_s, rate = line([(float(part.output_items), reduced(part)) for part in parts])
+        reduce_scatter_s = call_s + layout.output_items / rate
+    else:
+        reduce_scatter_s = reduced(layout)
+    return Times(one_node_all_gather(machine, layout).seconds, reduce_scatter_s, method, replace(sizing, sum_ctas=ctas))
+
+
+def _part(layout: GroupLayout, share: int) -> GroupLayout:
+    """A group with one in ``share`` of every parameter's items, sharded alike: fewer rows, or shorter ones."""
+
+    def cut(shape: ParamShape) -> ParamShape:
+        if shape.rows >= share * layout.ranks:
+            return replace(shape, rows=shape.rows // share)
+        return replace(shape, row_items=-(-shape.row_items // share))
+
+    return GroupLayout(tuple(map(cut, layout.params)), layout.ranks)
 
 
 #: (nodes, MiB of shard) -> TIDE-AG, min, ms; P = 30 (Table 7).

@@ -6,7 +6,7 @@ two H200 of one host, and calibration (``planner/calibrate.py``) measures the ma
 
 from __future__ import annotations
 
-import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -18,6 +18,9 @@ GB = 1e9
 MIB = 2**20
 #: The paper quotes 2.2 to 4 times, depending on the clock (section 2.4).
 PULL_TAX = 2.2
+#: Bounds of what is believed: bytes/s, seconds, and the tax. Nothing that moves anything is slower than the first, and
+#: no machine comes near the others; within them the solver and the simulator stay finite.
+LEAST_RATE, MOST_RATE, MOST_TIME_S, MOST_TAX = 1.0, 1e18, 1e4, 1e3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +44,8 @@ class Rates:
         CPUs what is still in a cache when its owner reads it, on GPUs a bound on staging.
 
     Raises:
-        TideConfigError: a number is not finite and above zero (times: not below zero), or no chunk has that size.
+        TideConfigError: a rate is not from 1 to 1e18 bytes/s, a time not from 0 to 1e4 s, ``pull_tax`` not from 1 to
+            1000, or no chunk has the size ``chunk_cap``.
     """
 
     name: str
@@ -71,16 +75,11 @@ class Rates:
             elif f.name == "multicast":
                 good, wanted = isinstance(value, bool), "true or false"
             else:
-                numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-                low = 0.0 if f.name.endswith("_s") else math.nextafter(0.0, 1.0)
-                good = numeric and low <= value <= 1e18
-                wanted = "a number from 0" if f.name.endswith("_s") else "a number above 0"
+                low, high, unit = bounds(f.name)
+                good = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+                wanted = f"a number from {low:g} to {high:g}{unit}"
             if not good:
-                raise TideConfigError(f"rate {f.name!r} must be {wanted}; got {value!r}")
-        if not LEAST_CHUNK <= self.chunk_cap <= MOST_CHUNK:
-            raise TideConfigError(
-                f"rate 'chunk_cap' must be from {LEAST_CHUNK} to {MOST_CHUNK} bytes; got {self.chunk_cap!r}"
-            )
+                raise TideConfigError(f"rate {f.name!r} must be {wanted}; got {reprlib.repr(value)[:80]}")
 
     def to_dict(self) -> dict[str, Any]:
         """The rates as plain values, which :meth:`from_dict` reads back."""
@@ -95,9 +94,18 @@ class Rates:
         """
         names = [f.name for f in fields(cls)]
         if not isinstance(data, Mapping) or set(data) != set(names):
-            got = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+            got = reprlib.repr(sorted(map(str, data))) if isinstance(data, Mapping) else type(data).__name__
             raise TideConfigError(f"rates are a mapping with exactly {', '.join(names)}; got {got}")
         return cls(**data)
+
+
+def bounds(name: str) -> tuple[float, float, str]:
+    """What a number of :class:`Rates` may be, and its unit."""
+    if name == "chunk_cap":
+        return LEAST_CHUNK, MOST_CHUNK, " bytes"
+    if name == "pull_tax":
+        return 1.0, MOST_TAX, ""
+    return (0.0, MOST_TIME_S, " seconds") if name.endswith("_s") else (LEAST_RATE, MOST_RATE, " bytes per second")
 
 
 #: The paper's platform: eight GPUs per NVSwitch domain, one 400 Gb/s rail each. Sources: intake, Table 3 (served

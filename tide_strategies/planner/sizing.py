@@ -149,7 +149,8 @@ def chunk_bytes(rates: Rates, slice_bytes: int, *, one_thread: bool) -> int:
     if one_thread:
         return _between(rates.chunk_cap, 1, rates.chunk_cap, LEAST_CHUNK)
     fixed_s = rates.start_s + rates.signal_s
-    return _between(math.sqrt(fixed_s * slice_bytes * rates.push), rates.push * rates.chunk_s, rates.chunk_cap, MIB)
+    step = MIB if rates.chunk_cap >= MIB else LEAST_CHUNK
+    return _between(math.sqrt(fixed_s * slice_bytes * rates.push), rates.push * rates.chunk_s, rates.chunk_cap, step)
 
 
 def _between(value: float, low: float, high: float, step: int) -> int:

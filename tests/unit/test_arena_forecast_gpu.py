@@ -1,0 +1,126 @@
+"""The forecast of GPUs' arenas is what connecting them allocates, part by part, to the byte. No GPU is asked."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tide_strategies.cli.main import main
+from tide_strategies.cli.plan import arena_of_gpu_ranks, uses_multicast
+from tide_strategies.config import TideConfig
+from tide_strategies.fsdp2 import connect
+from tide_strategies.layout import align
+from tide_strategies.planner import architectures, memory
+from tide_strategies.planner.groups import Group
+from tide_strategies.planner.knobs import unmeasured
+from tide_strategies.runtime.cuda import engine, sum_kernels
+from tide_strategies.runtime.hosts import Placement
+from tide_strategies.topology import Topology
+
+#: Uneven sizes; the last group stays unsharded, in some cases too large for the ring.
+SIZES = [(1000, 300), (7, 333), (77,)]
+
+
+class _Connected(Exception):
+    """All memory has been asked for."""
+
+
+@pytest.fixture
+def allocated(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the runtime allocates for groups on a node, by part: its own code, on memory of the driver's granules."""
+
+    def share(exchange: Any, rank: int, size: int, timeout_s: float, device: int, nbytes: int, sharing: int) -> Any:
+        return engine.SharedAllocation(
+            SimpleNamespace(bytes=align(nbytes, memory.GPU_GRANULE)),  # type: ignore[arg-type]
+            (SimpleNamespace(address=0),) * size,  # type: ignore[arg-type]
+        )
+
+    monkeypatch.setattr(engine, "share_allocation", share)
+    monkeypatch.setattr(engine, "share_multicast", lambda *_: SimpleNamespace(address=0))
+    monkeypatch.setattr(
+        engine.cuda.Multicast, "whole_bytes", lambda device, devices, nbytes: align(nbytes, memory.GPU_GRANULE)
+    )
+    monkeypatch.setattr(engine.cuda, "Control", _Control)
+    monkeypatch.setattr(engine.cuda, "be_patient", lambda seconds: None)
+    monkeypatch.setattr(engine.SharedArena, "create", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(engine, "CallOrder", lambda *_: None)
+    monkeypatch.setattr(engine, "Watchdog", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(connect.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(sum_kernels, "sum_kernels", lambda device: None)
+
+    def connected(groups: list[Group], topology: Topology, knobs: Any, config: TideConfig, multicast: bool) -> Any:
+        seen: list[Any] = []
+
+        def homes(made: Any, members: Any, options: Any, *_: Any) -> None:
+            connect._homes(made, members, options)
+            seen.append(made)
+            raise _Connected
+
+        monkeypatch.setattr(connect, "_device_groups", homes)
+        members = [_member(g, topology.ranks) for g in groups]
+        placement = Placement(topology, "none", "", multicast="on" if multicast else "off")
+        ranks = SimpleNamespace(rank=lambda: 0, size=lambda: topology.ranks)
+        with pytest.raises(_Connected):
+            connect._connect_devices(lambda p: [p] * topology.ranks, ranks, members, config, knobs, placement)
+        return seen[0].bytes_by_part()
+
+    return connected
+
+
+class _Control:
+    control_bytes = staticmethod(engine.cuda.Control.control_bytes)
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+
+def _member(group: Group, ranks: int) -> Any:
+    stands_for = SimpleNamespace(_reshard_after_forward=group.resharded, device=SimpleNamespace(type="cuda"))
+    return SimpleNamespace(group=stands_for, layout=group.layout(ranks), name=group.name)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stated", "multicast"),
+    [
+        (2, "auto", False),
+        (2, "on", True),
+        (3, "auto", True),
+        (8, "auto", True),
+        (8, "off", False),
+        (4, "on", True),
+    ],
+)
+@pytest.mark.parametrize("mode", ["in_place", "slot_reuse"])
+def test_the_forecast_is_what_the_runtime_allocates(
+    allocated: Any, ranks: int, stated: str, multicast: bool, mode: str
+) -> None:
+    topology = Topology(1, ranks)
+    assert uses_multicast(topology, stated) == multicast
+    for last, slots in ((SIZES, 2), ([*SIZES, (5000, 4000)], 3)):
+        groups = [architectures.block(f"block {i}", SIZES, 2) for i in range(4)]
+        groups.append(architectures.block("head", last, 2, resharded=False))
+        knobs = unmeasured("cuda", topology, [g.layout(ranks) for g in groups])
+        forecast = arena_of_gpu_ranks(
+            groups, topology, knobs=knobs, ring=memory.Ring(slots=slots), mode=mode, multicast=multicast
+        )
+        config = TideConfig.from_any({"all_gather.slots": slots, "reduce_scatter.mode": mode})
+        assert allocated(groups, topology, knobs, config, multicast) == forecast
+        assert ("stage" in forecast) == multicast
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "with multicast"),
+        (("--multicast", "off"), "without multicast"),
+        (("--gpus", "2"), "without multicast"),
+        (("--gpus", "2", "--multicast", "on"), "with multicast"),
+    ],
+)
+def test_the_command_says_which_it_is(words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "wan2.2-14b", "--gpus", "4", *words]) == 0
+    text = capsys.readouterr().out
+    assert f"(exact, on each GPU, {says})" in text
+    assert ("\nstage " in text) == (says == "with multicast")
