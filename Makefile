@@ -41,7 +41,7 @@ GPU_PACKAGE := $(abspath build/gpu-package)
 BENCHMARKS ?= collectives step interference
 BENCH_OUTPUT := $(abspath bench_output)
 
-.PHONY: help setup demo test test-all lint docs bench gpu-package test-gpu sanitize-gpu bench-gpu clean distclean
+.PHONY: help setup demo test test-all run-tests lint docs bench gpu-package test-gpu sanitize-gpu bench-gpu clean distclean
 
 help: ## Say what there is to make
 	@echo "Targets:"
@@ -77,7 +77,9 @@ demo: setup ## Train a small GPT with stock FSDP2 and with TIDE; results in demo
 	@echo "==> Running the demo"
 	@$(PY) -m tide_strategies.cli.demo --output demo_output
 
-test: lint ## Check style and types, then run the tests
+test: lint run-tests ## Check style and types, then run the tests
+
+run-tests: setup # (side by side with lint under make -j)
 	@echo "==> Running the tests"
 	@# Two files at a time, the slowest first; what bounds times, or measures, alone. 5: PYTEST_ARGS chose none.
 	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TIMED:%=--ignore %) tests $(PYTEST_ARGS) || \
