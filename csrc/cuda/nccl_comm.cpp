@@ -127,10 +127,10 @@ std::shared_ptr<Communicator> Communicator::split(int64_t color, int64_t key, co
   check_limits(limits);
   const int64_t deadline = deadline_after(timeout_s);
   std::shared_ptr<Communicator> child(new Communicator(device_, limits, true));
-  Config config = config_of(limits, true);
-  run("ncclCommSplit", deadline, Peers::kMeets, [&](CommHandle comm) {
-    return api().CommSplit(comm, static_cast<int>(color), static_cast<int>(key), child->handle_, &config);
-  });
+  run("ncclCommSplit", deadline, Peers::kMeets,
+      [color, key, handle = child->handle_, config = config_of(limits, true)](CommHandle comm) mutable {
+        return api().CommSplit(comm, static_cast<int>(color), static_cast<int>(key), handle, &config);
+      });
   if (*child->handle_ == nullptr) throw NcclError("ncclCommSplit gave no communicator");
   child->settle(kInProgress, "ncclCommSplit", *child->handle_, deadline);
   child->query();

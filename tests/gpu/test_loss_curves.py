@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from cards import backend, stock_runs
 from harness import launch
+from sharded_gpt import shard
 from staged import through_the_host
 from test_fsdp2_gpu import deterministic
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tide_strategies import apply_tide
 from tide_strategies.cli.demo_model import GPT, GPTConfig, Windows, library_text
@@ -21,13 +20,7 @@ def _curve(rank: int, world: int, run: str) -> list[float]:
     """Losses of this rank, step by step."""
     torch.manual_seed(0)
     model = GPT(SMALL).cuda()
-    options = {
-        "mesh": init_device_mesh("cuda", (world,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    }
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    shard(model, world)
     handle = (
         apply_tide(model, {"timeout_s": 60, "strict": True, "reduce_scatter.mode": run}) if run != "stock" else None
     )

@@ -10,9 +10,8 @@ import pytest
 import torch
 from cards import backend
 from harness import launch
+from sharded_gpt import shard
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tide_strategies import apply_tide
 from tide_strategies.cli.demo_model import GPT, GPTConfig, next_byte_loss
@@ -39,13 +38,7 @@ def _peak(world: int, size: GPTConfig, mode: str) -> int:
     before = torch.cuda.memory_allocated()
     with torch.device("cuda"):
         model, step = planned(size)
-    options = {
-        "mesh": init_device_mesh("cuda", (world,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    }
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    shard(model, world)
     handle = apply_tide(model, {"timeout_s": 60, "strict": True, "reduce_scatter.mode": mode})
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for number in range(3):

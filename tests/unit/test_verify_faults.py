@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from tide_strategies.collectives.plan import BasePlan
-from tide_strategies.collectives.schedule import Await, Copy, Item, Notify, Put, Schedule, Sum
+from tide_strategies.collectives.schedule import Await, Copy, Item, Notify, Put, Schedule, Space, Sum
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.topology import Topology
 from tide_strategies.verify.faults import FAULTS, broken, found, places, redundant, schedules
@@ -256,6 +256,20 @@ def test_memory_beyond_what_a_schedule_asks_for_is_found() -> None:
 
     story = Story(Topology(3, 2), change=less)
     story.finish(story.reduce(groups(6)[0], chunk_bytes=96, plan=BasePlan(3, 2, 2, 1)))
+    with pytest.raises(Violation, match="bounds"):
+        story.run()
+
+
+@pytest.mark.parametrize("space", [Space.INBOX, Space.OUTBOX, Space.SPARE])
+def test_the_end_of_an_access_counts_though_a_larger_call_has_left_room(space: Space) -> None:
+    def less(kind: str, number: int, schedule: Schedule) -> Schedule:
+        if number < 2:  # these asked for more than the last
+            return schedule
+        return replace(schedule, memory={k: n - 8 * (k[0] is space) for k, n in schedule.memory.items()})
+
+    story, (layout, larger) = Story(Topology(3, 2), change=less), groups(6)
+    for each in (larger, larger, layout):
+        story.finish(story.reduce(each, chunk_bytes=96, plan=BasePlan(3, 2, 2, 1)))
     with pytest.raises(Violation, match="bounds"):
         story.run()
 

@@ -153,7 +153,7 @@ class NcclRail:
         if any(comm.in_call_s > self.timeout_s for comm in self._domains.rails):
             raise TideTimeoutError(
                 f"TIDE: no progress within timeout_s={self.timeout_s:g}: NCCL does not return from a call of rank "
-                f"{self.rank} on the rail. {_STOP}"
+                f"{self.rank} on the rail (NCCL_DEBUG=INFO tells what it does). {_STOP}"
             )
 
     def stop(self) -> None:
