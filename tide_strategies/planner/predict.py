@@ -48,7 +48,7 @@ def one_node_all_gather(
     schedules = [all_gather(layout, topology, r, items, shared_landing=shared) for r in range(topology.ranks)]
     main = ("copy", "completion", "readiness")
     # What is not cast is brought to the own landing beside the copies to peers.
-    together = [("cast", *main)] if cast else [("cast",), main]
+    together = [("cast", *main)] if cast else [main, ("cast",)]
     threads: list[tuple[int, Thread]] = []
     for schedule in schedules:
         steps = [Call(schedule) for _ in range(calls)]
