@@ -1,7 +1,7 @@
 """Stock FSDP2 with collectives of gloo's that add in the order that TIDE promises on one node.
 
-The other ranks' contributions in their order, then the own one; in fp32, rounded once. So results of any number of ranks
-can be compared to the bit. GPU ranks go through the host, where NCCL cannot run (several of them on one card).
+The other ranks' contributions in their order, then the own one; in fp32, rounded once. So results of any number of
+ranks can be compared to the bit. GPU ranks go through the host, where NCCL cannot run (several of them on one card).
 """
 
 from __future__ import annotations

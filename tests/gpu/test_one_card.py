@@ -1,6 +1,7 @@
 """Several ranks on one card: the same results as stock FSDP2, and the same ends when a peer fails.
 
-Stock communicates through the host here, since NCCL refuses two ranks on one card, and adds in our order (``stock_in_order``).
+Stock communicates through the host here, since NCCL refuses two ranks on one card, and adds in our order
+(``stock_in_order``).
 """
 
 from __future__ import annotations
