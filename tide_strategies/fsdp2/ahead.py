@@ -1,18 +1,18 @@
 """The next backward all-gather, issued ahead of a reduction's network phase (paper, sections 5.1 and 5.3, figure 7).
 
-FSDP2 gives out the reduction of group l in its ``post_backward``, and the all-gather of group l - 2 only after that, in
-the ``pre_backward`` of group l - 1. Across nodes that all-gather, for which the backward of l - 2 waits, would be behind
-a whole network phase, for which nothing waits before the optimizer. So it is issued here, when group l has given up its
-slot and before its reduction is given out; the ``pre_backward`` of l - 1 then finds it under way and does nothing.
+FSDP2 gives out the reduction of group l in its ``post_backward``, and the all-gather of group l - 2 only after that,
+in the ``pre_backward`` of group l - 1. Across nodes that all-gather, for which the backward of l - 2 waits, would be
+behind a whole network phase, for which nothing waits before the optimizer. So it is issued here, when group l has given
+up its slot and before its reduction is given out; the ``pre_backward`` of l - 1 finds it under way and does nothing.
 
-Group l - 2 is two back in the order of forward invocations. Torch notes this order (``post_forward_order``, an entry for
-each invocation), and for each group those of its invocations whose backward is still to come
-(``_post_forward_indices``). So two invocations of one module stay two, in one forward or over several micro-batches, and
-the second forward of a checkpoint, which torch does not note, is none.
+Group l - 2 is two back in the order of forward invocations. Torch notes this order (``post_forward_order``, an entry
+for each invocation), and for each group those of its invocations whose backward is still to come
+(``_post_forward_indices``). So two invocations of one module stay two, in one forward or over several micro-batches,
+and the second forward of a checkpoint, which torch does not note, is none.
 
-It is torch's own prefetch, made earlier, and only if torch would make it. Where not all modules are used in a backward it
-may be wrong, as torch's may: then it is given back at the end of the backward, or sooner when another group needs the
-slot. All ranks do alike, as all of this follows from the order in which modules run.
+It is torch's own prefetch, made earlier, and only if torch would make it. Where not all modules are used in a backward
+it may be wrong, as torch's may: then it is given back at the end of the backward, or sooner when another group needs
+the slot. All ranks do alike, as all of this follows from the order in which modules run.
 """
 
 from __future__ import annotations
