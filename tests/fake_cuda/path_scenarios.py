@@ -91,7 +91,6 @@ class Torch:
     current: Stream
     control: cuda.Control
     copies: list = []  # noqa: RUF012 - programs of a process
-    casts = 0  # copies from one element type to another, which the fake driver cannot make
 
     @classmethod
     def install(cls, device):
@@ -115,15 +114,27 @@ class Torch:
         ops, bases = [], []
         for target, source in zip(targets, sources, strict=True):
             assert target.items == source.items
-            if source.dtype is not target.dtype:
-                cls.casts += 1
-            elif source.items:
+            assert source.dtype is target.dtype, "torch is not asked to cast"
+            if source.items:
                 n = len(bases)
                 ops.append([COPY, n, 0, n + 1, 0, 1, source.items * source.dtype.itemsize, 0, 0, RAW, RAW])
                 bases += [source.data_ptr(), target.data_ptr()]
         copies = program(ops, n_bases=len(bases))
         copies.begin(cls.control, bases, [], 0, 1.0).enqueue(0, cls.current.cuda_stream)
         cls.copies.append(copies)
+
+
+class NotedKernels(FakeKernels):
+    """Notes for which casts it has been asked for a kernel: (source, result, whether for aligned addresses)."""
+
+    def __init__(self):
+        super().__init__()
+        self.casts = []
+
+    def sum(self, staged, pointers, grad, output, aligned):
+        if staged == 0:
+            self.casts.append((grad, output, aligned))
+        return super().sum(staged, pointers, grad, output, aligned)
 
 
 class Trainer:
@@ -143,18 +154,15 @@ class Trainer:
             rail.reach(self.engine)
         ring = SlotRing(lambda: self.engine.add_slot(self.layout.landing_bytes, "ring"), 2)
         streams, self.paths, self.landings = CudaStreams(Torch.device), [], []
+        kernels = self.kernels = NotedKernels()
         for i in range(GROUPS):
-            group = CudaGroup(
-                self.engine, f"group {i}", self.layout, ring, CHUNK, FakeKernels(), 4, slot_reuse=slot_reuse
-            )
-            holder, offsets = group.own_shards()
-            own = [Buffer(holder, at, self.layout.shard_items(p)) for p, at in enumerate(offsets)]
+            items = [Item.RAW2 if masters is None else Item.F32] * len(SHAPES)
+            common = {"shard_items": items, "slot_reuse": slot_reuse}
+            group = CudaGroup(self.engine, f"group {i}", self.layout, ring, CHUNK, kernels, 4, **common)
             window = group.landing.window
             whole = [Buffer(window, self.layout.landing_base(p), self.layout.shard_items(p) * self.n) for p in range(3)]
-            if masters:
-                group.prepare_casts()
-            landing = CudaLanding(own, whole if slot_reuse else None)
-            self.paths.append(CudaPath(group, streams, landing))
+            group.prepare_all_gather()
+            self.paths.append(CudaPath(group, streams, CudaLanding(whole if slot_reuse else None)))
             self.landings.append(whole)
         self.compute, self.scatter = Torch.current, Stream(Torch.device)
         copy_in, gather = Stream(Torch.device), Stream(Torch.device)
@@ -286,7 +294,8 @@ def _steps(rank, exchange, shape, slot_reuse, masters=None, connect=None):
         trainer.forward(step)
         trainer.backward(step)
     trainer.check()
-    assert Torch.casts == 0
+    wanted = set() if masters is None else {(Item.F32, Item.BF16, False)}
+    assert set(trainer.kernels.casts) == wanted
     return len(trainer.outputs)
 
 
@@ -302,29 +311,37 @@ def steps_are_right():
 
 @scenario
 def casts_of_masters_are_part_of_the_all_gather():
-    assert set(values(launch(3, _steps, (1, 3), False, True))) == {GROUPS * STEPS}
+    _check([((1, 3), False, True), ((2, 2), True, True), ((2, 1), False, True, MessageRail)])
 
 
-def _left_to_torch(rank, exchange, prepared):
-    trainer = Trainer(rank, exchange, Topology(1, 2), False, prepared)
+def _moved(rank, exchange):
+    SHAPES[2] = (16, 8)  # every length is one of whole vectors
+    trainer = Trainer(rank, exchange, Topology(1, 2), False, True)
     shards = trainer.shards[0]
-    if prepared:
-        trainer.paths[0].collectives._cast_aligned = True
-        shards[0] = Buffer(trainer.pool, shards[0].at + 4, shards[0].items, shards[0].dtype)
-    for stream in trainer.group.comm_ctx.get_all_gather_streams():
-        stream.wait_stream(trainer.compute)
-    trainer.paths[0].all_gather(trainer.group, shards, None)
-    trainer.paths[0].wait()
-    trainer.paths[0].vacate()
+    values = [np.arange(s.items, dtype=np.float32) + rank for s in shards]
+    found = []
+    room = trainer.buffer(shards[0].items + 1, torch.float32)
+    for off in (0, 4):
+        shards[0] = Buffer(trainer.pool, room.at + off, shards[0].items, torch.float32)
+        for shard, numbers in zip(shards, values, strict=True):
+            shard.numbers()[:] = numbers
+        trainer.paths[0].all_gather(trainer.group, shards, None)
+        trainer.paths[0].wait()
+        assert fake.fake_idle(Torch.device.index, 20_000)
+        exchange(b"landed")
+        for p, whole in enumerate(trainer.landings[0]):
+            want = np.concatenate([values[p] - rank + r for r in range(2)])
+            assert np.array_equal(whole.numbers(), bf16(want)), (off, p)
+        exchange(b"looked")
+        trainer.paths[0].vacate()
+        found.append(trainer.kernels.casts[-1][2])
     trainer.check()
-    return Torch.casts
+    return found
 
 
 @scenario
-def torch_casts_what_the_kernel_is_not_made_for():
-    """Without a kernel, and where a shard has moved to an address that an aligned one cannot read."""
-    for prepared in (False, True):
-        assert values(launch(2, _left_to_torch, prepared)) == [3, 3]
+def a_shard_that_moves_is_cast_by_a_kernel_that_can_read_it():
+    assert values(launch(2, _moved)) == [[True, False]] * 2
 
 
 def _on_the_default_stream(rank, exchange):

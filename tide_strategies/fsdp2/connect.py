@@ -18,7 +18,7 @@ from tide_strategies.fsdp2.access import unsharded_dtype
 from tide_strategies.fsdp2.ahead import GatherAhead
 from tide_strategies.fsdp2.cpu_path import CpuPath
 from tide_strategies.fsdp2.eligibility import REDUCIBLE, shard_item, stated_topology
-from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors, shard_tensors
+from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors
 from tide_strategies.layout import GroupLayout
 from tide_strategies.planner.knobs import Knobs, choose
 from tide_strategies.planner.rates import Rates, built_in
@@ -216,7 +216,6 @@ def _connect_devices(
         _reshard(member.group)
         window = collectives.landing.window
         landing = CudaLanding(
-            own=shard_tensors(member.group, member.layout, *collectives.own_shards()),
             gradients=landing_tensors(member.group, member.layout, window) if slot_reuse else None,
             poison=torch.from_dlpack(window.tensor(0, member.layout.landing_bytes, "uint8"))
             if config.debug.poison_slots
@@ -257,6 +256,7 @@ def _device_groups(
             knobs.chunk_bytes,
             kernels,
             knobs.sum_ctas,
+            shard_items=[shard_item(p) for p in member.group.fsdp_params],
             landing_ctas=knobs.landing_ctas,
             slot_reuse=config.reduce_scatter.mode == "slot_reuse",
             plan=knobs.base_plan(engine.topology),
@@ -274,17 +274,10 @@ def _prepare(exchange: Exchange, rank: int, members: Sequence[Member], groups: S
         for member, collectives in zip(members, groups, strict=True):
             for reduction in _expected_reductions(member.group):
                 collectives.prepare(*reduction)
-            if _fp32_masters(member.group):
-                collectives.prepare_casts()
+            collectives.prepare_all_gather()
     except KernelUnavailableError as e:
         error = str(e)
     bootstrap.agree(exchange, rank, error, "compiling the kernels of sums and casts", code="TIDE-F016")
-
-
-def _fp32_masters(group: Any) -> bool:
-    """Whether every parameter is computed with in bf16 from an fp32 shard."""
-    kinds = {(p._sharded_param_data.dtype, unsharded_dtype(p)) for p in group.fsdp_params}
-    return kinds == {(torch.float32, torch.bfloat16)}
 
 
 def _expected_reductions(group: Any) -> list[tuple[tuple[int, ...], Item, Item]]:

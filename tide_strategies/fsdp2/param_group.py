@@ -334,23 +334,12 @@ def landing_tensors(group: Any, layout: GroupLayout, window: Window) -> list[tor
     counter, since writing a shard must not look to autograd like an edit of the parameter. None is an inference tensor,
     whatever mode the first forward runs in.
     """
-    params = range(len(layout.params))
-    return _tensors(group, window, [(layout.landing_base(p), layout.shard_items(p) * layout.ranks) for p in params])
-
-
-def shard_tensors(group: Any, layout: GroupLayout, memory: Any, offsets: Sequence[int]) -> list[torch.Tensor]:
-    """Each parameter's own padded shard, where the collectives send it from: at these bytes of ``memory``."""
-    return _tensors(group, memory, [(offset, layout.shard_items(p)) for p, offset in enumerate(offsets)])
-
-
-def _tensors(group: Any, memory: Any, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """A tensor over (offset, items) of ``memory`` for each parameter."""
     out = []
     with torch.inference_mode(False):
-        for param, (offset, items) in zip(group.fsdp_params, places, strict=True):
-            dtype = unsharded_dtype(param)
+        for p, param in enumerate(group.fsdp_params):
+            dtype, items = unsharded_dtype(param), layout.shard_items(p) * layout.ranks
             if items:
-                out.append(torch.from_dlpack(memory.tensor(offset, items, _name(dtype))))
+                out.append(torch.from_dlpack(window.tensor(layout.landing_base(p), items, _name(dtype))))
             else:
                 out.append(torch.empty(0, dtype=dtype, device=group.device))
     return out

@@ -18,7 +18,7 @@ from tide_strategies._native import cuda
 from tide_strategies.collectives.schedule import NODE, SELF, Schedule, Space
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
-from tide_strategies.runtime.cuda.fit import fit, without_casts
+from tide_strategies.runtime.cuda.fit import counted
 from tide_strategies.runtime.cuda.memory import SharedAllocation, share_allocation
 from tide_strategies.runtime.cuda.multicast import share_multicast
 from tide_strategies.runtime.cuda.order import CallOrder
@@ -120,21 +120,15 @@ class CudaEngine:
         return Landing(cuda.Window(self.device, max(nbytes, 1)))
 
     def collective(self, schedule: Schedule, inputs: int, label: str) -> CudaCollective:
-        """Make a schedule callable. ``label`` names it in messages."""
-        if self.rail is None or self.topology.nodes == 1:
-            return self.fitted_collective(fit(schedule), inputs, label)
+        """Make a schedule callable that has been fitted to the device (``fit``). ``label`` names it in messages."""
         node = list(self.topology.node_ranks(self.rank))
         program = partial(cuda.Program, readers=node)
+        if self.rail is None or self.topology.nodes == 1:
+            return CudaCollective(self, encode(counted(schedule), inputs, program), label)
         intake = self._intakes.get(schedule.name)
         if intake is None:
             intake = self._intakes[schedule.name] = cuda.Stream(self.device, _URGENT)
-        made = cut(without_casts(schedule), node, inputs, program)
-        return RailedCollective(self, made, label, self.rail, intake.handle)
-
-    def fitted_collective(self, schedule: Schedule, inputs: int, label: str) -> CudaCollective:
-        """Make a schedule callable that has been fitted to the device and needs no rail."""
-        program = partial(cuda.Program, readers=list(self.topology.node_ranks(self.rank)))
-        return CudaCollective(self, encode(schedule, inputs, program), label)
+        return RailedCollective(self, cut(schedule, node, inputs, program), label, self.rail, intake.handle)
 
     def address(self, space: Space, index: int, at: int) -> int:
         """Address in this process of a schedule's memory on rank ``at`` (or SELF, or NODE)."""
