@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,7 @@ from ranks import launch, values
 from stage import COPY, MIB, RAW, array, fake, memory, play, program, raises, scenario, until
 
 from tide_strategies._native import cuda
-from tide_strategies.collectives.schedule import Item
+from tide_strategies.collectives.schedule import Item, Space
 from tide_strategies.fsdp2.cuda_path import CudaLanding, CudaPath, CudaStreams
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.runtime.calls import CallBook
@@ -166,6 +167,9 @@ class Trainer:
         self.compute, self.scatter = Torch.current, Stream(Torch.device)
         copy_in, gather = Stream(Torch.device), Stream(Torch.device)
         context = SimpleNamespace(get_all_gather_streams=lambda *_: (copy_in, gather))
+        #: As GatherAhead: the next all-gather before a network phase.
+        self.ahead, self.pending = topology.nodes > 1 and not slot_reuse, set()
+        self.pause = lambda where: None
         self.group = SimpleNamespace(comm_ctx=context, unshard_async_op=False, _training_state=None)
         self.shards = [[self.buffer(self.layout.shard_items(p), self.dtype) for p in range(3)] for _ in range(GROUPS)]
         self.garbage = [self.buffer(r * k) for r, k in SHAPES]
@@ -193,22 +197,34 @@ class Trainer:
         Torch.foreach_copy(into, [whole[: t.items] for whole, t in zip(self.landings[i], into, strict=True)])
         self.seen.append((i, step, into))
 
-    def train(self, step):
+    def gather(self, i):
+        """Unless that has been done."""
+        if i not in self.pending:
+            self.pending.add(i)
+            self.paths[i].all_gather(self.group, self.shards[i], None)
+
+    def wait(self, i):
+        self.pending.remove(i)
+        self.paths[i].wait()
+
+    def forward(self, step):
         for i, shards in enumerate(self.shards):  # the optimizer's work
             own = [self.padded(x, p).reshape(self.n, -1)[self.rank] for p, x in enumerate(parameters(i, step))]
             Torch.foreach_copy(shards, [self.filled(x, self.dtype) for x in own])
         for stream in self.group.comm_ctx.get_all_gather_streams():  # as FSDP2's root does
             stream.wait_stream(self.compute)
         for i, path in enumerate(self.paths):
-            path.all_gather(self.group, self.shards[i], None)
-            path.wait()
+            self.gather(i)
+            self.wait(i)
             self.look(i, step)
             path.vacate()
-        self.paths[-1].all_gather(self.group, self.shards[-1], None)
+
+    def backward(self, step):
+        self.gather(GROUPS - 1)
         for i in reversed(range(GROUPS)):
-            self.paths[i].wait()
+            self.wait(i)
             if i:  # backward prefetch
-                self.paths[i - 1].all_gather(self.group, self.shards[i - 1], None)
+                self.gather(i - 1)
             self.look(i, step)
             self.post_backward(i, step)
         while self.states:
@@ -221,6 +237,11 @@ class Trainer:
         Torch.foreach_copy(grads, [self.filled(x) for x in gradients(i, step, self.rank)])
         if not path.keeps_gradients:
             path.vacate()
+        if self.ahead and i >= 2:
+            self.pause("before the gather")
+            self.gather(i - 2)
+            path.network_after_rail()
+            self.pause("before the reduction")
         if self.states:  # FSDP2 keeps the inputs of one reduction
             self.reclaim()
         kept = path.keep_gradients((0, 1, 2), grads) if path.keeps_gradients else grads
@@ -270,7 +291,8 @@ def gradients(i, step, rank):
 def _steps(rank, exchange, shape, slot_reuse, masters=None, connect=None):
     trainer = Trainer(rank, exchange, Topology(*shape), slot_reuse, masters, connect)
     for step in range(STEPS):  # the host never waits
-        trainer.train(step)
+        trainer.forward(step)
+        trainer.backward(step)
     trainer.check()
     wanted = set() if masters is None else {(Item.F32, Item.BF16, False)}
     assert set(trainer.kernels.casts) == wanted
@@ -284,7 +306,7 @@ def _check(cases):
 
 @scenario
 def steps_are_right():
-    _check([((1, 2), True), ((2, 1), False), ((2, 2), True)])
+    _check([((1, 2), True), ((2, 2), True)])
 
 
 @scenario
@@ -352,6 +374,55 @@ def steps_on_one_hardware_queue():
 def steps_of_a_host_that_waits_for_its_device():
     os.environ["FAKE_CUDA_BLOCKING"] = "1"
     _check([((1, 2), True), ((2, 1), False)])
+
+
+def _held(rank, exchange):
+    """Rank 0 goes on by itself: first to where the others have yet to gather, then to where they have yet to reduce."""
+    trainer = Trainer(rank, exchange, Topology(3, 1), False)
+    for path in trainer.paths:  # as at installation: later the host would wait for its device
+        path.collectives.prepare((0, 1, 2), Item.BF16, Item.F32)
+    inbox = array(trainer.engine.own(Space.INBOX, 0), np.uint8)
+
+    def gathered():
+        pairs = zip(trainer.landings[0], parameters(0, 0), strict=True)
+        return all(np.array_equal(whole[: p.size].numbers(), bf16(p.ravel())) for whole, p in pairs)
+
+    def pause(where):
+        if where == "before the gather":
+            before = inbox.copy()
+            exchange(b"all are here")
+            assert not gathered()
+            if rank:
+                exchange(b"rank 0 has given out its reduction")
+                assert np.array_equal(inbox, before), "a network phase has begun before the all-gather's rounds"
+        elif rank:
+            until(gathered)
+            exchange(b"all have gathered")
+
+    def reduce(i, step, then=trainer.post_backward):
+        then(i, step)
+        if i == GROUPS - 1 and step == 0 and not rank:
+            time.sleep(0.3)  # long enough for the network phase to begin, if it could
+            assert not gathered()
+            exchange(b"rank 0 has given out its reduction")
+            until(gathered)
+            assert trainer.engine.control.outstanding(), "the reduction waits for the others"
+            exchange(b"all have gathered")
+
+    trainer.pause, trainer.post_backward = pause, reduce
+    trainer.forward(0)
+    trainer.backward(0)
+    trainer.pause = lambda where: None
+    trainer.forward(1)
+    trainer.backward(1)
+    trainer.check()
+    return len(trainer.outputs)
+
+
+@scenario
+def an_all_gather_is_through_while_a_network_phase_is_held():
+    """Which does not begin before the all-gather's rounds are through, though its stream has nothing else to do."""
+    assert values(launch(3, _held)) == [GROUPS * STEPS] * 3
 
 
 if __name__ == "__main__":

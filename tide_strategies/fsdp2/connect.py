@@ -15,6 +15,7 @@ from tide_strategies.collectives.schedule import Item
 from tide_strategies.config import TideConfig
 from tide_strategies.errors import TideArenaError, TideConfigError, TideFallbackError
 from tide_strategies.fsdp2.access import unsharded_dtype
+from tide_strategies.fsdp2.ahead import GatherAhead
 from tide_strategies.fsdp2.cpu_path import CpuPath
 from tide_strategies.fsdp2.eligibility import REDUCIBLE, shard_item, stated_topology
 from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors
@@ -115,12 +116,13 @@ def _connect_cpu(
     except BaseException:
         engine.close()
         raise
+    ahead = GatherAhead() if engine.topology.nodes > 1 else None
     for member, home in zip(members, homes, strict=True):
         _reshard(member.group)
         items = [shard_item(p) for p in member.group.fsdp_params]
         collectives = GroupCollectives(engine, member.name, member.layout, items, home, chunk_bytes, plan)
         landings = landing_tensors(member.group, member.layout, collectives.landing.window)
-        member.binding = GroupBinding(CpuPath(collectives), config.all_gather.cache)
+        member.binding = GroupBinding(CpuPath(collectives), config.all_gather.cache, ahead)
         member.placement = placement
         adopt(member.group, landings, member.binding)
     return engine, knobs
@@ -208,6 +210,8 @@ def _connect_devices(
         engine.close()
         raise
     streams = CudaStreams(torch.device("cuda", device))
+    # Under Slot-Reuse the slot is not free by then: it has the gradients.
+    ahead = GatherAhead() if topology.nodes > 1 and not slot_reuse else None
     for member, collectives in zip(members, groups, strict=True):
         _reshard(member.group)
         window = collectives.landing.window
@@ -217,7 +221,8 @@ def _connect_devices(
             if config.debug.poison_slots
             else None,
         )
-        member.binding = GroupBinding(CudaPath(collectives, streams, landing, device_trace), config.all_gather.cache)
+        path = CudaPath(collectives, streams, landing, device_trace)
+        member.binding = GroupBinding(path, config.all_gather.cache, ahead)
         member.placement = placement
         adopt(member.group, landing_tensors(member.group, member.layout, window), member.binding)
     return engine

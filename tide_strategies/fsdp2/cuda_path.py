@@ -87,7 +87,7 @@ class CudaPath:
         self._landing = landing
         self._slot: DeviceSlot | None = None
         self._readable_event, self._ready_event, self._read_event = (torch.cuda.Event() for _ in range(3))
-        self._readable, self._ready = True, False
+        self._readable, self._ready, self._after_rail = True, False, False
 
     @property
     def keeps_gradients(self) -> bool:
@@ -173,6 +173,13 @@ class CudaPath:
             torch._foreach_copy_(kept, list(gradients))
         return kept
 
+    def network_after_rail(self) -> None:
+        """Let the next reduction's network phase begin after the rounds of the all-gathers enqueued by now.
+
+        Those never wait for that reduction, as they were enqueued before it on every rank (``docs/protocol.md``).
+        """
+        self._after_rail = True
+
     def gradients_ready(self) -> None:
         """Note where the compute stream, which is the current one, is now."""
         if self.collectives.several_nodes:
@@ -203,6 +210,9 @@ class CudaPath:
                 stream.wait_event(self._ready_event)
             # The output's memory may have been something else's on the current stream.
             cuda.order(current.cuda_stream, writing.cuda_stream)
+            if self._after_rail:
+                cuda.order(streams.rail.cuda_stream, writing.cuda_stream)
+            self._after_rail = False
         else:
             cuda.order(current.cuda_stream, streams.push.cuda_stream)
         named = dict(zip(("push", "sum", "network"), (*reading, writing) if several else reading, strict=False))
