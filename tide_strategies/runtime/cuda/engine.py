@@ -119,8 +119,17 @@ class CudaEngine:
         """A landing of ``nbytes``, not yet in any slot."""
         return Landing(cuda.Window(self.device, max(nbytes, 1)))
 
-    def collective(self, schedule: Schedule, inputs: int, label: str) -> CudaCollective:
-        """Make a schedule callable. ``label`` names it in messages."""
+    def collective(
+        self, schedule: Schedule, inputs: int, label: str, schedule_of: Callable[[int], Schedule] | None = None
+    ) -> CudaCollective:
+        """Make a schedule callable.
+
+        Args:
+            schedule: this rank's.
+            inputs: addresses that a call brings.
+            label: names it in messages.
+            schedule_of: builds the schedule of any rank; needed on several nodes whose rail fetches.
+        """
         if self.rail is None or self.topology.nodes == 1:
             return self.fitted_collective(fit(schedule), inputs, label)
         node = list(self.topology.node_ranks(self.rank))
@@ -128,7 +137,8 @@ class CudaEngine:
         intake = self._intakes.get(schedule.name)
         if intake is None:
             intake = self._intakes[schedule.name] = cuda.Stream(self.device, _URGENT)
-        made = cut(without_casts(schedule), node, inputs, program)
+        assert schedule_of is not None or not self.rail.fetches
+        made = cut(without_casts(schedule), node, inputs, program, schedule_of if self.rail.fetches else None)
         return RailedCollective(self, made, label, self.rail, intake.handle)
 
     def fitted_collective(self, schedule: Schedule, inputs: int, label: str) -> CudaCollective:

@@ -151,9 +151,16 @@ class CudaGroup(LandingGroup):
         self._engine, self._chunk_bytes = engine, chunk_bytes
         self._kernels, self._ctas = kernels, (sum_ctas, landing_ctas or sum_ctas)
         self._plan = _plan(engine.topology, slot_reuse, plan)
-        schedule = _all_gather_schedule(layout, engine.topology, engine.rank, engine.multicast)
-        self._all_gather = engine.collective(schedule, len(layout.params), f"all-gather of {name!r}")
-        self._reuse = engine.collective(_reuse_schedule(engine.topology, engine.rank), 0, f"reuse of {name!r}")
+
+        def gather(rank: int) -> Schedule:
+            return _all_gather_schedule(layout, engine.topology, rank, engine.multicast)
+
+        def again(rank: int) -> Schedule:
+            return _reuse_schedule(engine.topology, rank)
+
+        label = f"all-gather of {name!r}"
+        self._all_gather = engine.collective(gather(engine.rank), len(layout.params), label, gather)
+        self._reuse = engine.collective(again(engine.rank), 0, f"reuse of {name!r}", again)
         self._no_shards = [0] * len(layout.params)  # the caller's cast puts them where they are sent from
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
         self._reductions: dict[tuple[tuple[int, ...], Item, Item, int, bool], _Reduction] = {}
@@ -324,20 +331,24 @@ class CudaGroup(LandingGroup):
     ) -> _Reduction:
         engine = self._engine
         layout = GroupLayout(tuple(self.layout.params[p] for p in params), self.layout.ranks)
-        schedule = reduce_scatter(
-            layout,
-            engine.topology,
-            engine.rank,
-            grad=grad,
-            output=output,
-            chunk_bytes=self._chunk_bytes,
-            interleave=False,
-            plan=self._plan,
-            bank=bank,
-            multicast=engine.multicast,
-        )
+
+        def schedule_of(rank: int) -> Schedule:
+            return reduce_scatter(
+                layout,
+                engine.topology,
+                rank,
+                grad=grad,
+                output=output,
+                chunk_bytes=self._chunk_bytes,
+                interleave=False,
+                plan=self._plan,
+                bank=bank,
+                multicast=engine.multicast,
+            )
+
+        schedule = schedule_of(engine.rank)
         label = self._reduction_label(params, grad, output)
-        collective = engine.collective(schedule, len(params), label)
+        collective = engine.collective(schedule, len(params), label, schedule_of)
         wide = {landing: aligned and sums_aligned(schedule, landing) for landing in (False, True)}
         places = sum(space in _PARTIALS for space, _, _ in collective.bases)
         running = any(space is Space.RUNNING for space, _, _ in collective.bases)
