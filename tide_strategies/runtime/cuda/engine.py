@@ -89,7 +89,8 @@ class CudaEngine:
             self._set_up(memory, host_ranks)
         except BaseException:
             if rail is not None:
-                rail.stop()
+                rail.stop("its engine could not be set up")
+                rail.close()
             raise
 
     def _set_up(self, memory: Mapping[tuple[Space, int], int], host_ranks: int) -> None:

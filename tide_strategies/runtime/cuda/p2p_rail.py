@@ -229,8 +229,9 @@ class CudaP2PRail:
         return self._control.outstanding()
 
     def _threads(self) -> list[threading.Thread]:
-        out = [t for threads in (*self._out.values(), *self._in.values()) for t in threads]
-        return [*out, *self._listeners.values()]
+        senders = [t for threads in self._out.values() for t in threads]
+        receivers = [t for threads in self._in.values() for t in threads]
+        return [*senders, *receivers, *self._listeners.values()]
 
     def _sender(self, peer: int, counter: int) -> Outgoing:
         if peer not in self._out:
