@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
+import signal
 import tempfile
+import time
 
+import numpy as np
 import torch.distributed as dist
-from nodes_scenarios import check_collectives
+from nodes_scenarios import SIZES, TIMEOUT_S, Rank, bf16, check_collectives, lost
+from path_scenarios import check_steps
 from ranks import launch, values
-from stage import play, scenario
+from stage import memory, play, scenario, until
 
 from tide_strategies.collectives.schedule import Item
+from tide_strategies.errors import TidePeerError, TideTimeoutError
+from tide_strategies.runtime.cuda import p2p_threads
 from tide_strategies.runtime.cuda.p2p_rail import CudaP2PRail
+from tide_strategies.topology import Topology
 
-#: So small that every put goes in several pieces.
+#: So small that most puts go in several pieces.
 PIECE = 192
 
 
@@ -27,16 +35,103 @@ def connect(exchange, rank, topology, device, timeout_s, book):
     return CudaP2PRail(group, exchange, rank, topology, device, timeout_s, book, PIECE)
 
 
-def _check(cases):
-    for shape, *how in cases:
+@scenario
+def collectives_of_nodes_run_over_messages():
+    """All-gathers land every shard; reductions give the bytes of the CPU's executor."""
+    for shape, *how in [
+        ((2, 1), Item.F32, False, 4096),
+        ((2, 2), Item.BF16, True, 64),
+        ((4, 1), Item.F32, True, 64),
+    ]:
         found = values(launch(shape[0] * shape[1], check_collectives, shape, *how, connect))
         assert all(launches > 0 for launches in found)
 
 
 @scenario
-def collectives_of_nodes_run_over_messages():
-    """All-gathers land every shard; reductions give the bytes of the CPU's executor."""
-    _check([((2, 1), Item.F32, False, 4096), ((2, 2), Item.BF16, True, 64), ((4, 1), Item.F32, True, 64)])
+def steps_over_messages_with_one_hardware_queue_and_a_host_that_waits():
+    """Threads that bring what the device awaits need nothing of the driver, and streams are given all in order."""
+    os.environ["FAKE_CUDA_CONNECTIONS"] = "1"
+    os.environ["FAKE_CUDA_BLOCKING"] = "1"
+    check_steps([((2, 2), False, None, connect)])
+
+
+@scenario
+def a_killed_rank_ends_those_of_other_hosts():
+    """Rank 3 is dead to its own host; rank 1, on another, has lost a connection; rank 0 is told."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = launch(4, lost, "killed", folder, connect, 2)
+    assert results[3].exit_code == -signal.SIGKILL
+    found = values(results[:3])
+    assert {kind for kind, _, _ in found} == {"TidePeerError"}, found
+    assert any("rank 3 cannot be reached any more" in words or "rank 3 is dead" in words for _, words, _ in found[:2])
+    assert all(took < TIMEOUT_S["killed"] for _, _, took in found), found
+
+
+@scenario
+def a_stalled_rank_ends_those_of_other_hosts():
+    with tempfile.TemporaryDirectory() as folder:
+        found = values(launch(4, lost, "stalled", folder, connect, 2))
+    assert found[3][0] == "stalled"  # it was told
+    timeouts = [words for kind, words, _ in found[:3] if kind == "TideTimeoutError"]
+    assert timeouts, found
+    assert {kind for kind, _, _ in found[:3]} <= {"TideTimeoutError", "TidePeerError"}, found
+    assert all("of rank " in words and ": expected" in words for words in timeouts), timeouts
+    assert all(took < 15 for _, _, took in found[:3]), found
+
+
+def _spoiled(rank, exchange, how):
+    """Reduce again and again while rank 1 does something wrong; what each is told, and how long it took to end."""
+    if how == "deaf" and rank == 1:
+        p2p_threads.Incoming._work = lambda self: self._link.ending.wait(60)
+    slow = how in ("deaf", "silent")
+    here = Rank(
+        *(rank, exchange, Topology(2, 1), rank),
+        **{"chunk_bytes": 256, "timeout_s": 1.0 if slow else 20.0, "connect": connect, "host_ranks": 1},
+    )
+    here.engine.watchdog._main = 0  # the error rises where a call begins, and nowhere else
+    group, begun = here.groups[0], time.monotonic()
+    output, gradients = memory(group.layout.output_items * 4, rank), [bf16(np.ones(s)) for s in SIZES]
+    try:
+        for turn in range(1000):
+            if turn == 2 and rank == 1:
+                here.rail._out[0][1]._messages += {"doubled": -1, "missing": 1}.get(how, 0)
+            if not (slow and rank == 1):
+                here.reduce(group, gradients, output, Item.F32, 1.0)
+            here.engine.watchdog.check()
+            time.sleep(0.02)
+    except (TidePeerError, TideTimeoutError) as error:
+        took, words = time.monotonic() - begun, str(error)
+        until(lambda: here.engine.control.outstanding() == here.rail.outstanding() == 0, 10)
+        closing = time.monotonic()
+        here.engine.close()
+        alive = [t.name for t in here.rail._threads() if t.is_alive()]
+        return type(error).__name__, words, took, time.monotonic() - closing, alive
+    return "nothing", "", 0.0, 0.0, []
+
+
+@scenario
+def what_goes_wrong_on_the_way_ends_both_ranks():
+    """Messages that are missing or come twice; a rank that sends nothing, or does not even receive."""
+    for how, words in [
+        ("doubled", "rank 1 has sent message "),
+        ("missing", "rank 1 has sent message "),
+        ("silent", "no progress within timeout_s=1: rank 0 in call "),
+        ("deaf", "no progress within timeout_s=1: rank 0"),
+    ]:
+        found = values(launch(2, _spoiled, how))
+        (kind, said, _, _, _), (other, told, _, _, _) = found
+        assert kind == ("TideTimeoutError" if how in ("silent", "deaf") else "TidePeerError"), found
+        assert words in said, said
+        assert other == "TidePeerError", found
+        assert "rank 0 stopped first: " in told, told
+        assert words in told, told
+        if how in ("doubled", "missing"):
+            was, due = (int(n) for n in re.findall(r"message (\d+)", said))
+            assert was == due + (1 if how == "missing" else -1), said
+        for _, _, took, closing, alive in found:
+            assert took < 10, found
+            assert closing < 8, found
+            assert alive == [], found
 
 
 if __name__ == "__main__":
