@@ -17,22 +17,27 @@ from ranks import launch, values
 from stage import memory, play, scenario, until
 
 from tide_strategies.collectives.schedule import Item
+from tide_strategies.config import TideConfig
 from tide_strategies.errors import TidePeerError, TideTimeoutError
-from tide_strategies.runtime.cuda import p2p_threads
-from tide_strategies.runtime.cuda.p2p_rail import CudaP2PRail
+from tide_strategies.fsdp2 import connect
+from tide_strategies.runtime.cuda import p2p_rail, p2p_threads
+from tide_strategies.runtime.hosts import Placement
 from tide_strategies.topology import Topology
 
 #: So small that most puts go in several pieces.
-PIECE = 192
+p2p_rail._LEAST = p2p_rail._MOST = 192
 
 
-def connect(exchange, rank, topology, device, timeout_s, book):
-    """A rail whose ranks find each other by a file."""
-    path = exchange(os.path.join(tempfile.mkdtemp(), "store").encode())[0].decode()
-    store = dist.PrefixStore(str(topology.local_of(rank)), dist.FileStore(path, topology.ranks))
-    bound = datetime.timedelta(seconds=timeout_s)
-    group = dist.ProcessGroupGloo(store, topology.node_of(rank), topology.nodes, bound)
-    return CudaP2PRail(group, exchange, rank, topology, device, timeout_s, book, PIECE)
+def messages(exchange, rank, topology, device, timeout_s, book):
+    """The rail as a program gets it, which has a process group of its ranks."""
+    if not dist.is_initialized():
+        path = exchange(os.path.join(tempfile.mkdtemp(), "store").encode())[0].decode()
+        bound = datetime.timedelta(seconds=60)
+        store = dist.FileStore(path, topology.ranks)
+        dist.init_process_group("gloo", store=store, timeout=bound, world_size=topology.ranks, rank=rank)
+    connect.CallBook = lambda *_: book
+    config = TideConfig.from_any({"timeout_s": timeout_s})
+    return connect._device_rail(exchange, dist.group.WORLD, Placement(topology, "p2p", ""), device, config, 0)
 
 
 @scenario
@@ -43,7 +48,7 @@ def collectives_of_nodes_run_over_messages():
         ((2, 2), Item.BF16, True, 64),
         ((4, 1), Item.F32, True, 64),
     ]:
-        found = values(launch(shape[0] * shape[1], check_collectives, shape, *how, connect))
+        found = values(launch(shape[0] * shape[1], check_collectives, shape, *how, messages))
         assert all(launches > 0 for launches in found)
 
 
@@ -52,14 +57,14 @@ def steps_over_messages_with_one_hardware_queue_and_a_host_that_waits():
     """Threads that bring what the device awaits need nothing of the driver, and streams are given all in order."""
     os.environ["FAKE_CUDA_CONNECTIONS"] = "1"
     os.environ["FAKE_CUDA_BLOCKING"] = "1"
-    check_steps([((2, 2), False, None, connect)])
+    check_steps([((2, 2), False, None, messages)])
 
 
 @scenario
 def a_killed_rank_ends_those_of_other_hosts():
     """Rank 3 is dead to its own host; rank 1, on another, has lost a connection; rank 0 is told."""
     with tempfile.TemporaryDirectory() as folder:
-        results = launch(4, lost, "killed", folder, connect, 2)
+        results = launch(4, lost, "killed", folder, messages, 2)
     assert results[3].exit_code == -signal.SIGKILL
     found = values(results[:3])
     assert {kind for kind, _, _ in found} == {"TidePeerError"}, found
@@ -70,7 +75,7 @@ def a_killed_rank_ends_those_of_other_hosts():
 @scenario
 def a_stalled_rank_ends_those_of_other_hosts():
     with tempfile.TemporaryDirectory() as folder:
-        found = values(launch(4, lost, "stalled", folder, connect, 2))
+        found = values(launch(4, lost, "stalled", folder, messages, 2))
     assert found[3][0] == "stalled"  # it was told
     timeouts = [words for kind, words, _ in found[:3] if kind == "TideTimeoutError"]
     assert timeouts, found
@@ -86,7 +91,7 @@ def _spoiled(rank, exchange, how):
     slow = how in ("deaf", "silent")
     here = Rank(
         *(rank, exchange, Topology(2, 1), rank),
-        **{"chunk_bytes": 256, "timeout_s": 1.0 if slow else 20.0, "connect": connect, "host_ranks": 1},
+        **{"chunk_bytes": 256, "timeout_s": 1.0 if slow else 20.0, "connect": messages, "host_ranks": 1},
     )
     here.engine.watchdog._main = 0  # the error rises where a call begins, and nowhere else
     group, begun = here.groups[0], time.monotonic()
