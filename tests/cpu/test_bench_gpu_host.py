@@ -67,6 +67,7 @@ def _measure(rank, world, arg):
                 steps=3,
                 optimizer=False,
                 options={},
+                trace=True,
             )
         ),
     }
@@ -109,7 +110,7 @@ def test_rows_of_collectives_are_complete(ranks):
 
 def test_rows_of_victims_are_complete(ranks):
     rows = ranks[0]["rows"]["victims"]
-    beside = ["ours all-gather", "stock all-gather", "ours reduce-scatter", "stock reduce-scatter"]
+    beside = ["ours all-gather", "stock all-gather", "ours reduce-scatter", "stock reduce-scatter", "raw copies"]
     assert [r["beside"] for r in rows] == 3 * beside
     for row in rows:
         assert row["slowdown_percent"] == pytest.approx(100 * (row["beside_ms"] / row["alone_ms"] - 1))
@@ -145,3 +146,4 @@ def test_rows_of_steps_have_host_time_and_memory(ranks):
         assert row["allocated_gib"] == 3
         assert row["device_gib"] == 0
         assert row["arena_gib"] is None
+        assert [n for n in row["notes"] if "no trace: the profiler" in n], "there is no GPU to record"

@@ -285,11 +285,14 @@ def _run_four(rank: int, world: int, folder: Path) -> dict[str, Any]:
     if HAS_LIGHTNING:
         import lightning_experts
         import lightning_hsdp
+        import lightning_nodes
 
         lightning_experts.with_four_ranks(folder)
         results["expert subgroups"] = True
         lightning_hsdp.with_four_ranks()
         results["HSDP"] = True
+        lightning_nodes.with_four_ranks()
+        results["nodes"] = True
     return results
 
 
@@ -306,6 +309,11 @@ def test_experts_in_two_parts_of_two_ranks_each_run_on_tide(four_ranks: list[dic
 @pytest.mark.skipif(not HAS_LIGHTNING, reason="needs lightning")
 def test_two_replicas_of_two_ranks_each_run_on_tide_in_lightning(four_ranks: list[dict[str, Any]]) -> None:
     assert [r["HSDP"] for r in four_ranks] == [True] * 4
+
+
+@pytest.mark.skipif(not HAS_LIGHTNING, reason="needs lightning")
+def test_two_virtual_nodes_of_two_ranks_train_as_stock_in_lightning(four_ranks: list[dict[str, Any]]) -> None:
+    assert [r["nodes"] for r in four_ranks] == [True] * 4
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)

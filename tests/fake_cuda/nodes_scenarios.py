@@ -184,27 +184,23 @@ class Rank:
     def stream(self, name):
         return self.streams[name].handle
 
-    def cast(self, group, shards):
-        """What torch's kernels do: padded shards, on the cast stream, to where the group sends them from."""
-        holder, offsets = group.own_shards()
-        source = memory(sum(s.nbytes + 16 for s in shards) + 16, self.device)
-        at, ops = 0, []
-        for shard, offset in zip(shards, offsets, strict=True):
-            array(source, np.uint16, at, shard.size)[:] = shard
-            ops.append([COPY, 0, at, 1, offset, 1, shard.nbytes, 0, 0, RAW, RAW])
-            at += -(-shard.nbytes // 16) * 16
-        copies = program([op for op in ops if op[6]], n_bases=2)
-        copies.begin(self.alone, [source.address, holder.address], [], 0, 1.0).enqueue(0, self.stream("cast"))
-        self.keep.append((source, copies))
+    def placed(self, arrays):
+        """Addresses of copies in device memory, which is kept until everything has run."""
+        source = memory(sum(a.nbytes + 16 for a in arrays) + 16, self.device)
+        at, addresses = 0, []
+        for a in arrays:
+            array(source, np.uint16, at, a.size)[:] = a.ravel()
+            addresses.append(source.address + at)
+            at += -(-a.nbytes // 16) * 16
+        self.keep.append(source)
+        return addresses
 
     def gather(self, group, shards):
         slot = group.occupy()
-        group.open(slot, self.stream("cast"))
-        # The own landing is written first by the cast, else by the stream that places.
-        self.cast(group, shards)
-        group.send(self.stream("cast"), self.stream("rail"), self.stream("place"))
-        last = "place" if group.staged else "cast"
-        cuda.order(self.stream(last), self.stream("completion"))
+        group.open(slot, self.placed(shards))
+        group.send(self.stream("cast"), self.stream("place"), self.stream("rail"))
+        for name in ("cast", "place"):
+            cuda.order(self.stream(name), self.stream("completion"))
         group.complete(self.stream("completion"))
 
     def vacate(self, group):
@@ -213,16 +209,10 @@ class Rank:
         group.vacate(self.stream("readiness"))
 
     def reduce(self, group, gradients, output, out_item, divisor):
-        source = memory(sum(g.nbytes + 16 for g in gradients), self.device)
-        at, addresses = 0, []
-        for g in gradients:
-            array(source, np.uint16, at, g.size)[:] = g.ravel()
-            addresses.append(source.address + at)
-            at += -(-g.nbytes // 16) * 16
+        addresses = self.placed(gradients)
         which = tuple(range(len(gradients)))
         streams = [self.stream(name) for name in ("push", "sum", "network")]
         group.reduce_scatter(which, Item.BF16, out_item, addresses, output.address, divisor, streams)
-        self.keep.append(source)
 
     def finish(self):
         until(lambda: self.engine.control.outstanding() == 0, 40)

@@ -16,9 +16,10 @@ from tide_strategies.config import TideConfig
 from tide_strategies.detect import fallback
 from tide_strategies.errors import TideArenaError, TideConfigError, TideFallbackError
 from tide_strategies.fsdp2.access import unsharded_dtype
+from tide_strategies.fsdp2.ahead import GatherAhead
 from tide_strategies.fsdp2.cpu_path import CpuPath
 from tide_strategies.fsdp2.eligibility import REDUCIBLE, shard_item, stated_topology
-from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors, shard_tensors
+from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors
 from tide_strategies.layout import GroupLayout
 from tide_strategies.planner.knobs import Knobs, choose
 from tide_strategies.planner.rates import Rates, built_in
@@ -123,12 +124,13 @@ def _connect_cpu(
     except BaseException:
         engine.close()
         raise
+    ahead = GatherAhead() if engine.topology.nodes > 1 else None
     for member, home in zip(members, homes, strict=True):
         _reshard(member.group)
         items = [shard_item(p) for p in member.group.fsdp_params]
         collectives = GroupCollectives(engine, member.name, member.layout, items, home, chunk_bytes, plan)
         landings = landing_tensors(member.group, member.layout, collectives.landing.window)
-        member.binding = GroupBinding(CpuPath(collectives), config.all_gather.cache)
+        member.binding = GroupBinding(CpuPath(collectives), config.all_gather.cache, ahead)
         member.placement = placement
         adopt(member.group, landings, member.binding)
     return engine, knobs
@@ -251,17 +253,19 @@ def _connect_devices(
         engine.close()
         raise
     streams = CudaStreams(torch.device("cuda", device))
+    # Under Slot-Reuse the slot is not free by then: it has the gradients.
+    ahead = GatherAhead() if topology.nodes > 1 and not slot_reuse else None
     for member, collectives in zip(members, groups, strict=True):
         _reshard(member.group)
         window = collectives.landing.window
         landing = CudaLanding(
-            own=shard_tensors(member.group, member.layout, *collectives.own_shards()),
             gradients=landing_tensors(member.group, member.layout, window) if slot_reuse else None,
             poison=torch.from_dlpack(window.tensor(0, member.layout.landing_bytes, "uint8"))
             if config.debug.poison_slots
             else None,
         )
-        member.binding = GroupBinding(CudaPath(collectives, streams, landing, device_trace), config.all_gather.cache)
+        path = CudaPath(collectives, streams, landing, device_trace)
+        member.binding = GroupBinding(path, config.all_gather.cache, ahead)
         member.placement = placement
         adopt(member.group, landing_tensors(member.group, member.layout, window), member.binding)
     return engine
@@ -304,6 +308,7 @@ def _device_groups(
             knobs.chunk_bytes,
             kernels,
             knobs.sum_ctas,
+            shard_items=[shard_item(p) for p in member.group.fsdp_params],
             landing_ctas=knobs.landing_ctas,
             slot_reuse=config.reduce_scatter.mode == "slot_reuse",
             plan=knobs.base_plan(engine.topology),
@@ -321,17 +326,10 @@ def _prepare(exchange: Exchange, rank: int, members: Sequence[Member], groups: S
         for member, collectives in zip(members, groups, strict=True):
             for reduction in _expected_reductions(member.group):
                 collectives.prepare(*reduction)
-            if _fp32_masters(member.group):
-                collectives.prepare_casts()
+            collectives.prepare_all_gather()
     except KernelUnavailableError as e:
         error = str(e)
     bootstrap.agree(exchange, rank, error, "compiling the kernels of sums and casts", code="TIDE-F016")
-
-
-def _fp32_masters(group: Any) -> bool:
-    """Whether every parameter is computed with in bf16 from an fp32 shard."""
-    kinds = {(p._sharded_param_data.dtype, unsharded_dtype(p)) for p in group.fsdp_params}
-    return kinds == {(torch.float32, torch.bfloat16)}
 
 
 def _expected_reductions(group: Any) -> list[tuple[tuple[int, ...], Item, Item]]:

@@ -17,9 +17,11 @@ blocks that the victim's kernel really had, "waves" those by the number of SMs. 
 of one call of the victim: mean over a row of calls, median over the repeats, slowest rank; samples with and without
 collectives take turns. "slowdown" is how much longer, in percent. "coll." is the collective's own time, alone and
 beside the victim, and "covered" the share of samples in which it ran until after the victim's end: below 100 the
-slowdown is an underestimate. The SM-id probe fills every SM with thread blocks that note where and when they began:
-"SMs" is how many had a thread block kept out in at least a tenth of the launches, "displaced" in how many launches
-there was one.
+slowdown is an underestimate. "raw copies" are the all-gather's bytes without its signals: what any copy costs. From a
+recording on rank 0's GPU, "kernels us" is how long kernels of the collective ran beside a call of the victim, on
+average, and "apart" the slowdown of those calls beside which none did. The SM-id probe fills every SM with thread
+blocks that note where and when they began: "SMs" is how many had a thread block kept out in at least a tenth of the
+launches, "displaced" in how many launches there was one.
 """
 
 COLUMNS = [
@@ -35,6 +37,8 @@ COLUMNS = [
     Column("collective_ms", "coll. ms", ".3f"),
     Column("collective_beside_ms", "coll. beside", ".3f"),
     Column("covered_percent", "covered %", ".0f"),
+    Column("kernel_us", "kernels us", ".1f"),
+    Column("apart_percent", "apart %", ".1f"),
     Column("sms", "SMs"),
     Column("displaced_percent", "displaced %", ".0f"),
 ]

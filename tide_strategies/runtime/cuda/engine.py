@@ -20,7 +20,7 @@ from tide_strategies.collectives.reduce_scatter import BANKS
 from tide_strategies.collectives.schedule import NODE, SELF, Schedule, Space
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
-from tide_strategies.runtime.cuda.fit import fit, without_casts
+from tide_strategies.runtime.cuda.fit import counted
 from tide_strategies.runtime.cuda.memory import SharedAllocation, share_allocation
 from tide_strategies.runtime.cuda.multicast import share_multicast
 from tide_strategies.runtime.cuda.order import CallOrder
@@ -126,7 +126,7 @@ class CudaEngine:
     def collective(
         self, schedule: Schedule, inputs: int, label: str, schedule_of: Callable[[int], Schedule] | None = None
     ) -> CudaCollective:
-        """Make a schedule callable.
+        """Make a schedule callable that has been fitted to the device (``fit``).
 
         Args:
             schedule: this rank's.
@@ -134,21 +134,16 @@ class CudaEngine:
             label: names it in messages.
             schedule_of: builds the schedule of any rank; needed on several nodes whose rail fetches.
         """
-        if self.rail is None or self.topology.nodes == 1:
-            return self.fitted_collective(fit(schedule), inputs, label)
         node = list(self.topology.node_ranks(self.rank))
         program = partial(cuda.Program, readers=node)
+        if self.rail is None or self.topology.nodes == 1:
+            return CudaCollective(self, encode(counted(schedule), inputs, program), label)
         intake = self._intakes.get(schedule.name)
         if intake is None:
             intake = self._intakes[schedule.name] = cuda.Stream(self.device, _URGENT)
         assert schedule_of is not None or not self.rail.fetches
-        made = cut(without_casts(schedule), node, inputs, program, schedule_of if self.rail.fetches else None)
+        made = cut(schedule, node, inputs, program, schedule_of if self.rail.fetches else None)
         return RailedCollective(self, made, label, self.rail, intake.handle)
-
-    def fitted_collective(self, schedule: Schedule, inputs: int, label: str) -> CudaCollective:
-        """Make a schedule callable that has been fitted to the device and needs no rail."""
-        program = partial(cuda.Program, readers=list(self.topology.node_ranks(self.rank)))
-        return CudaCollective(self, encode(schedule, inputs, program), label)
 
     def address(self, space: Space, index: int, at: int) -> int:
         """Address in this process of a schedule's memory on rank ``at`` (or SELF, or NODE)."""
