@@ -268,6 +268,12 @@ class CudaCollective:
         refuse_default_streams(self._encoded.streams, cuda_streams)
         call.enqueue_lanes([cuda_streams.get(name, 0) for name in self._encoded.streams])
 
+    def arrive(self, call: Any) -> None:
+        """Wait on the host, if the rail wants that, until what other nodes send for what was enqueued has arrived.
+
+        Before a stream of the program's waits for the call.
+        """
+
     def enqueue(self, call: Any, stream: str, cuda_stream: int) -> None:
         """Enqueue one stream of a call on the CUDA stream with this handle. Returns at once."""
         self.enqueue_streams(call, {stream: cuda_stream})
@@ -286,12 +292,13 @@ class RailedCollective(CudaCollective):
         """See :meth:`CudaCollective.begin`."""
         return RailCall(super().begin(inputs, others, tag, slot, divisor), [*inputs, *others])
 
+    def arrive(self, call: Any) -> None:
+        """See :meth:`CudaCollective.arrive`."""
+        self._rail.arrive(call.arrivals)
+
     def enqueue_streams(self, call: Any, cuda_streams: Mapping[str, int]) -> None:
         """See :meth:`CudaCollective.enqueue_streams`."""
         refuse_default_streams(self._encoded.streams, cuda_streams)
-        # What the program's own streams will wait for: a gather that completes, the bank that a reduction is to use.
-        if "completion" in cuda_streams:
-            self._rail.arrive(call.arrivals)
-        if "network" in cuda_streams:
+        if "network" in cuda_streams:  # pushes, which the program's streams wait for, wait for the bank
             self._rail.arrive(self._engine.next_reduction(call.arrivals))
         enqueue(self._made, call, self._rail, self._engine.book.counter, cuda_streams, self._intake)
