@@ -358,6 +358,8 @@ class cuda:
             """One whose cells are in host memory, for waits alone: threads of this process :meth:`deliver`."""
         def deliver(self, counter: int, writer: int, total: int) -> None:
             """Let the writer's cell, in host memory, come to ``total``; nothing happens once it is released."""
+        def delivered(self, counter: int, writer: int, total: int, seconds: float) -> bool:
+            """Wait until the writer's cell, in host memory, has come to ``total``; False after so many seconds."""
         @staticmethod
         def control_bytes(ranks: int, counters: int) -> int:
             """Bytes of control memory that every rank needs."""
