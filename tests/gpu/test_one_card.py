@@ -130,7 +130,7 @@ def _fail(rank: int, world: int, given: tuple[str, Path]) -> None:
     torch.cuda.set_device(0)
     model = build(Case("victim", policy=BF16), world, device="cuda")
     how, *nodes = how.split()
-    apply_tide(model, {"timeout_s": TIMEOUT_S, **({"topology": nodes[0]} if nodes else {})})
+    apply_tide(model, {"timeout_s": TIMEOUT_S, **dict(zip(("topology", "rail"), nodes, strict=False))})
     for step in range(4):
         if step == 2 and rank == 1:
             if how == "killed":
@@ -145,12 +145,12 @@ def _fail(rank: int, world: int, given: tuple[str, Path]) -> None:
             raise RuntimeError(f"{type(e).__name__} after {took:.1f} s: {e}") from e
 
 
-@pytest.mark.parametrize("how", ["stalled", "killed", "killed 2x1"])
+@pytest.mark.parametrize("how", ["stalled", "killed", "killed 2x1", "stalled 2x1 p2p", "killed 2x1 p2p"])
 def test_a_lost_peer_ends_the_others_in_time(how: str, tmp_path: Path) -> None:
     results = launch_raw(2, _fail, (how, tmp_path), timeout=90, backend=BACKEND)
     words = (tmp_path / "rank0.log").read_text()
     error = str(results[0].error)
-    if how == "stalled":
+    if how.startswith("stalled"):
         assert "TideTimeoutError" in error, error
         assert f"no progress within timeout_s={TIMEOUT_S:g}: rank 0" in words
         assert "of rank 1: expected" in words

@@ -89,7 +89,8 @@ class CudaEngine:
             self._set_up(memory, host_ranks)
         except BaseException:
             if rail is not None:
-                rail.stop()
+                rail.stop("its engine could not be set up")
+                rail.close()
             raise
 
     def _set_up(self, memory: Mapping[tuple[Space, int], int], host_ranks: int) -> None:
@@ -119,8 +120,17 @@ class CudaEngine:
         """A landing of ``nbytes``, not yet in any slot."""
         return Landing(cuda.Window(self.device, max(nbytes, 1)))
 
-    def collective(self, schedule: Schedule, inputs: int, label: str) -> CudaCollective:
-        """Make a schedule callable that has been fitted to the device (``fit``). ``label`` names it in messages."""
+    def collective(
+        self, schedule: Schedule, inputs: int, label: str, schedule_of: Callable[[int], Schedule] | None = None
+    ) -> CudaCollective:
+        """Make a schedule callable that has been fitted to the device (``fit``).
+
+        Args:
+            schedule: this rank's.
+            inputs: addresses that a call brings.
+            label: names it in messages.
+            schedule_of: builds the schedule of any rank; needed on several nodes whose rail fetches.
+        """
         node = list(self.topology.node_ranks(self.rank))
         program = partial(cuda.Program, readers=node)
         if self.rail is None or self.topology.nodes == 1:
@@ -128,7 +138,9 @@ class CudaEngine:
         intake = self._intakes.get(schedule.name)
         if intake is None:
             intake = self._intakes[schedule.name] = cuda.Stream(self.device, _URGENT)
-        return RailedCollective(self, cut(schedule, node, inputs, program), label, self.rail, intake.handle)
+        assert schedule_of is not None or not self.rail.fetches
+        made = cut(schedule, node, inputs, program, schedule_of if self.rail.fetches else None)
+        return RailedCollective(self, made, label, self.rail, intake.handle)
 
     def address(self, space: Space, index: int, at: int) -> int:
         """Address in this process of a schedule's memory on rank ``at`` (or SELF, or NODE)."""

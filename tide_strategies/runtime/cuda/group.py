@@ -161,7 +161,11 @@ class CudaGroup(LandingGroup):
         self._shard_items = list(_uncast(layout) if shard_items is None else shard_items)
         self._casts = self._shard_items != _uncast(layout)
         self._gathers: dict[bool, _Gather] = {}
-        self._reuse = engine.collective(_reuse_schedule(engine.topology, engine.rank), 0, f"reuse of {name!r}")
+
+        def again(rank: int) -> Schedule:
+            return _reuse_schedule(engine.topology, rank)
+
+        self._reuse = engine.collective(again(engine.rank), 0, f"reuse of {name!r}", again)
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
         self._reductions: dict[tuple[tuple[int, ...], Item, Item, int, bool], _Reduction] = {}
         self._running: tuple[CudaCollective, Any] | None = None
@@ -284,8 +288,12 @@ class CudaGroup(LandingGroup):
 
     def _build_gather(self, aligned: bool) -> _Gather:
         engine, params = self._engine, range(len(self.layout.params))
-        schedule = _all_gather_schedule(self.layout, engine.topology, engine.rank, engine.multicast, self._shard_items)
-        collective = engine.collective(schedule, len(params), f"all-gather of {self.name!r}")
+
+        def schedule_of(rank: int) -> Schedule:
+            return _all_gather_schedule(self.layout, engine.topology, rank, engine.multicast, self._shard_items)
+
+        schedule = schedule_of(engine.rank)
+        collective = engine.collective(schedule, len(params), f"all-gather of {self.name!r}", schedule_of)
         wide = aligned and self._aligned(params, ()) and sums_aligned(schedule, False)
         kernels: list[SumKernel] = []
         for number, (_, _, src, dst, _) in enumerate(collective.program.sum_kinds):
@@ -310,20 +318,24 @@ class CudaGroup(LandingGroup):
     ) -> _Reduction:
         engine = self._engine
         layout = GroupLayout(tuple(self.layout.params[p] for p in params), self.layout.ranks)
-        schedule = reduce_scatter(
-            layout,
-            engine.topology,
-            engine.rank,
-            grad=grad,
-            output=output,
-            chunk_bytes=self._chunk_bytes,
-            interleave=False,
-            plan=self._plan,
-            bank=bank,
-            multicast=engine.multicast,
-        )
+
+        def schedule_of(rank: int) -> Schedule:
+            return reduce_scatter(
+                layout,
+                engine.topology,
+                rank,
+                grad=grad,
+                output=output,
+                chunk_bytes=self._chunk_bytes,
+                interleave=False,
+                plan=self._plan,
+                bank=bank,
+                multicast=engine.multicast,
+            )
+
+        schedule = schedule_of(engine.rank)
         label = self._reduction_label(params, grad, output)
-        collective = engine.collective(schedule, len(params), label)
+        collective = engine.collective(schedule, len(params), label, schedule_of)
         wide = {landing: aligned and sums_aligned(schedule, landing) for landing in (False, True)}
         places = sum(space in _PARTIALS for space, _, _ in collective.bases)
         running = any(space is Space.RUNNING for space, _, _ in collective.bases)
