@@ -24,7 +24,7 @@ def multiply(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """out = a @ b.T for row-major bf16 a (m, k), b (n, k) and out (m, n); tiles divide m, n and k."""
+    """out = a @ b.T for row-major a (m, k), b (n, k) and out (m, n); tiles divide m, n and k."""
     tiles_n = n // TILE_N
     row, column = tl.program_id(0) // tiles_n * TILE_M, tl.program_id(0) % tiles_n * TILE_N
     rows, columns, depth = row + tl.arange(0, TILE_M), column + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
@@ -35,4 +35,4 @@ def multiply(
         total = tl.dot(tl.load(left), tl.load(right), total)
         left += TILE_K
         right += TILE_K
-    tl.store(out + rows[:, None] * n + columns[None, :], total.to(tl.bfloat16))
+    tl.store(out + rows[:, None] * n + columns[None, :], total.to(out.dtype.element_ty))
