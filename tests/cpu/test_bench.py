@@ -246,7 +246,8 @@ def test_the_one_wave_gemm_has_a_tile_for_every_sm(sms):
 _MULTIPLY = """
 import torch
 from tide_strategies.cli.bench.gemm_kernel import multiply
-a, b = torch.randint(-2, 3, (32, 48)).half(), torch.randint(-1, 2, (64, 48)).half()  # (the interpreter multiplies no bf16)
+# Not bf16, which the interpreter does not multiply.
+a, b = torch.randint(-2, 3, (32, 48)).half(), torch.randint(-1, 2, (64, 48)).half()
 out = torch.zeros(32, 64, dtype=torch.half)
 multiply[(2 * 2,)](a, b, out, 64, 48, 16, 32, 16)
 assert torch.equal(out, (a.float() @ b.float().t()).half())
