@@ -155,7 +155,8 @@ class Program:
         ops: little-endian int64, 12 words per op. Word 0 is the opcode, the rest:
 
             0 copy: src base, src offset, dst base, dst offset, rows, elements per row, src pitch, dst pitch,
-            src dtype, dst dtype (0 fp32, 1 bf16, 2 raw bytes; offsets and pitches in bytes)
+            src dtype, dst dtype (0 fp32, 1 bf16, 2 raw bytes; offsets and pitches in bytes), whether both ends are in
+            this rank's own memory (a hint for devices)
 
             1 sum: dst base, dst offset, elements, src dtype, dst dtype, number of sources, index of the first
             source, flags (1: add to what dst holds; 2: divide by the call's divisor before that). fp32, in source order
@@ -357,6 +358,8 @@ class cuda:
             """One whose cells are in host memory, for waits alone: threads of this process :meth:`deliver`."""
         def deliver(self, counter: int, writer: int, total: int) -> None:
             """Let the writer's cell, in host memory, come to ``total``; nothing happens once it is released."""
+        def delivered(self, counter: int, writer: int, total: int, seconds: float) -> bool:
+            """Wait until the writer's cell, in host memory, has come to ``total``; False after so many seconds."""
         @staticmethod
         def control_bytes(ranks: int, counters: int) -> int:
             """Bytes of control memory that every rank needs."""

@@ -11,6 +11,7 @@
 #include "clock.h"
 #include "counter.h"
 #include "error.h"
+#include "host_memory.h"
 
 namespace tide::cuda {
 namespace {
@@ -199,12 +200,20 @@ std::vector<OverdueWait> Control::overdue(double seconds) {
   return blocked;
 }
 
-void Control::deliver(int64_t counter, int64_t writer, uint32_t total) {
+uint32_t* Control::host_cell(int64_t counter, int64_t writer) const {
   if (cells_ == nullptr) throw std::invalid_argument("the cells of this control are not in host memory");
-  const uint64_t at = place(in_range("counter", counter, 0, int64_t{counters_} - 1),
-                            in_range("writer", writer, 0, int64_t{ranks_} - 1)) / 4;
+  return cells_->words() + place(in_range("counter", counter, 0, int64_t{counters_} - 1),
+                                 in_range("writer", writer, 0, int64_t{ranks_} - 1)) / 4;
+}
+
+void Control::deliver(int64_t counter, int64_t writer, uint32_t total) {
+  uint32_t* const cell = host_cell(counter, writer);
   std::lock_guard<std::mutex> hold(side_lock_);
-  if (!released()) __atomic_store_n(cells_->words() + at, total, __ATOMIC_RELEASE);
+  if (!released()) __atomic_store_n(cell, total, __ATOMIC_RELEASE);
+}
+
+bool Control::delivered(int64_t counter, int64_t writer, uint32_t total, double seconds) const {
+  return word_comes_to(host_cell(counter, writer), total, seconds);
 }
 
 bool Control::read_cells() {

@@ -66,6 +66,8 @@ class Control {
 
   // Of a control whose cells are in host memory: the writer's cell has come to `total`. Nothing once it is released.
   void deliver(int64_t counter, int64_t writer, uint32_t total);
+  // Whether it has; waits for it for so long.
+  bool delivered(int64_t counter, int64_t writer, uint32_t total, double seconds) const;
 
   // Same books as the CPU arena's: totals of every (counter, writer) over all calls begun.
   Arena::Ledger& ledger() { return ledger_; }
@@ -106,6 +108,7 @@ class Control {
   uint64_t place(uint32_t counter, uint32_t writer) const {
     return (uint64_t{counter} * ranks_ + writer) * kCellBytes;
   }
+  uint32_t* host_cell(int64_t counter, int64_t writer) const;
   void zero_own();
   void watch(double seconds);
   void stop_watching();

@@ -23,6 +23,17 @@ size_t within(const char* name, int64_t value, int64_t low, int64_t high) {
 
 }  // namespace
 
+bool word_comes_to(const uint32_t* word, uint32_t value, double seconds) {
+  if (!std::isfinite(seconds) || seconds < 0 || seconds > 1e9)
+    throw std::invalid_argument("seconds must be between 0 and 1e9; got " + std::to_string(seconds));
+  const int64_t deadline = now_ns() + static_cast<int64_t>(seconds * 1e9);
+  for (int64_t pause = 10'000;; pause = std::min<int64_t>(2 * pause, 500'000)) {
+    if (reached(__atomic_load_n(word, __ATOMIC_ACQUIRE), value)) return true;
+    if (now_ns() >= deadline) return false;
+    sleep_ns(pause);
+  }
+}
+
 HostMemory::HostMemory(int64_t device, int64_t bytes, int64_t marks)
     : device_(Device::get(device)), bytes_(bytes), n_marks_(marks),
       page_(device_, within("bytes", bytes, 1, kMostBytes)),
@@ -74,14 +85,7 @@ void HostMemory::mark(int64_t index, uint32_t value, uint64_t stream) {
 
 bool HostMemory::marked(int64_t index, uint32_t value, double seconds) const {
   between("index", index, 0, n_marks_ - 1);
-  if (!std::isfinite(seconds) || seconds < 0 || seconds > 1e9)
-    throw std::invalid_argument("seconds must be between 0 and 1e9; got " + std::to_string(seconds));
-  const int64_t deadline = now_ns() + static_cast<int64_t>(seconds * 1e9);
-  for (int64_t pause = 10'000;; pause = std::min<int64_t>(2 * pause, 500'000)) {
-    if (reached(__atomic_load_n(marks_.words() + index, __ATOMIC_ACQUIRE), value)) return true;
-    if (now_ns() >= deadline) return false;
-    sleep_ns(pause);
-  }
+  return word_comes_to(marks_.words() + index, value, seconds);
 }
 
 }  // namespace tide::cuda

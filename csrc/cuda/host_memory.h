@@ -8,6 +8,9 @@
 
 namespace tide::cuda {
 
+// Whether a word of host memory has come to `value`, of 32 bits and going round; polls for so long, with short sleeps.
+bool word_comes_to(const uint32_t* word, uint32_t value, double seconds);
+
 class HostMemory {
  public:
   // `marks`: how many words.

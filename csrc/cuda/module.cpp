@@ -210,6 +210,9 @@ void bind_control(nb::module_& m) {
       .def("deliver", [](const ControlHandle& c, int64_t counter, int64_t writer, uint32_t total) {
         c.it->deliver(counter, writer, total);
       }, "counter"_a, "writer"_a, "total"_a)
+      .def("delivered", [](const ControlHandle& c, int64_t counter, int64_t writer, uint32_t total, double seconds) {
+        return c.it->delivered(counter, writer, total, seconds);
+      }, "counter"_a, "writer"_a, "total"_a, "seconds"_a, Released())
       .def_prop_ro("device", [](const ControlHandle& c) { return c.it->device().ordinal(); })
       .def_prop_ro("ranks", [](const ControlHandle& c) { return c.it->ranks(); })
       .def_prop_ro("rank", [](const ControlHandle& c) { return c.it->rank(); })

@@ -540,6 +540,7 @@ def test_every_code_that_a_cpu_can_provoke_is_provoked_here() -> None:
     provoked |= {"TIDE-F026", "TIDE-F027"}  # test_calibration.py; test_rails.py, which has hosts
     # tests/unit/test_eligibility.py has F009, F011 (FSDP2 makes no group without parameters) and F016 to F018;
     # tests/unit/test_rail_parts.py has F023; F102 and F103 are the guards' own (tests/unit/test_guards.py) and take
-    # the path that F101 takes here; F029 is of rails between GPUs (tests/unit/test_native_nccl.py).
-    elsewhere = ("F009", "F011", "F016", "F017", "F018", "F023", "F029", "F102", "F103")
+    # the path that F101 takes here; F029 and F032 are of rails between GPUs (tests/unit/test_native_nccl.py,
+    # tests/unit/test_connect_gpu.py).
+    elsewhere = ("F009", "F011", "F016", "F017", "F018", "F023", "F029", "F032", "F102", "F103")
     assert FALLBACKS.keys() - provoked == {f"TIDE-{code}" for code in elsewhere}

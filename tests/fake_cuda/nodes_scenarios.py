@@ -78,6 +78,8 @@ class MessageRail:
     reaches what is registered on all ranks, which the engine does not.
     """
 
+    fetches = False
+
     def __init__(self, exchange, rank, topology, device, timeout_s, book):
         counters = book.counters
         self.exchange, self.rank, self.device, self.registered = exchange, rank, device, {}
@@ -111,14 +113,17 @@ class MessageRail:
         tell = program([[NOTIFY, 0, 1, peer]], n_counters=1, advance=[(0, self.rank, 1)])
         self._run(tell, [], [counter], stream)
 
-    def take(self, writer, counter, count, stream):
+    def take(self, writer, counter, count, stream, parts=()):
         wait_for = program([[AWAIT, 0, writer, count]], n_counters=1, advance=[(0, writer, count)])
         self._run(wait_for, [], [counter], stream)
+
+    def arrive(self, arrivals):
+        assert not arrivals, "there is nothing to wait for on the host"
 
     def check(self):
         assert not self.control.overdue(60.0)
 
-    def stop(self):
+    def stop(self, why=""):
         self.control.release()
 
     def close(self):
@@ -145,6 +150,7 @@ class Rank:
         connect=None,
         multicast=False,
         plan=None,
+        host_ranks=0,
     ):
         self.rank, self.topology, self.device = rank, topology, device
         shapes = layouts(topology.ranks)
@@ -162,6 +168,7 @@ class Rank:
             timeout_s=timeout_s,
             rail=self.rail,
             multicast=multicast,
+            host_ranks=host_ranks,
         )
         if isinstance(self.rail, MessageRail):
             self.rail.reach(self.engine)
@@ -349,10 +356,11 @@ def nodes_may_be_connected_by_a_rail():
 TIMEOUT_S = {"killed": 15.0, "stalled": 1.5}
 
 
-def _lost(rank, exchange, how, folder):
+def lost(rank, exchange, how, folder, connect=None, host_ranks=0):
     """Reduce again and again until rank 3 stops; what the watchdog says on this rank, and after how long."""
     autopsy.write_to(folder)
-    here = Rank(rank, exchange, Topology(2, 2), 0, chunk_bytes=256, timeout_s=TIMEOUT_S[how])
+    common = {"chunk_bytes": 256, "timeout_s": TIMEOUT_S[how], "connect": connect, "host_ranks": host_ranks}
+    here = Rank(rank, exchange, Topology(2, 2), 0, **common)
     here.engine.watchdog._main = 0  # the error rises where a call begins, and nowhere else
     group, rng = here.groups[0], np.random.default_rng(rank)
     output = memory(group.layout.output_items * 4)
@@ -374,7 +382,7 @@ def _lost(rank, exchange, how, folder):
             return type(error).__name__, str(error), took
         if turn > 2:
             time.sleep(0.05)
-        else:
+        elif connect is None:  # memory waits for the device, with the interpreter's lock, which a rail's threads need
             here.keep.clear()
     return "nothing", "", 0.0
 
@@ -393,7 +401,7 @@ def _first_cause(folder):
 @scenario
 def a_killed_rank_ends_the_ranks_of_every_node():
     with tempfile.TemporaryDirectory() as folder:
-        results = launch(4, _lost, "killed", folder)
+        results = launch(4, lost, "killed", folder)
         cause, wrote = _first_cause(folder)
     assert wrote == [0, 1, 2]
     assert cause.startswith("rank 3 (pid "), cause
@@ -409,7 +417,7 @@ def a_killed_rank_ends_the_ranks_of_every_node():
 @scenario
 def a_stalled_rank_ends_them_too():
     with tempfile.TemporaryDirectory() as folder:
-        found = values(launch(4, _lost, "stalled", folder))[:3]
+        found = values(launch(4, lost, "stalled", folder))[:3]
         cause, wrote = _first_cause(folder)
     assert wrote == [0, 1, 2, 3]
     assert cause.startswith("rank 3 (pid "), cause

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from nodes_scenarios import FakeKernels, MessageRail, bf16
 from ranks import launch, values
-from stage import COPY, MIB, RAW, array, fake, memory, play, program, raises, scenario, until
+from stage import COPY, MIB, RAW, array, calls, fake, memory, play, program, raises, scenario, until
 
 from tide_strategies._native import cuda
 from tide_strategies.collectives.schedule import Item, Space
@@ -150,7 +150,7 @@ class Trainer:
         rail = None if connect is None else connect(exchange, rank, topology, device, 10.0, CallBook(topology, 3))
         common = {"slots": 3, "memory": needed, "timeout_s": 10.0, "rail": rail}
         self.engine = CudaEngine(exchange, rank, topology, device, **common)
-        if rail is not None:
+        if isinstance(rail, MessageRail):
             rail.reach(self.engine)
         ring = SlotRing(lambda: self.engine.add_slot(self.layout.landing_bytes, "ring"), 2)
         streams, self.paths, self.landings = CudaStreams(Torch.device), [], []
@@ -296,22 +296,23 @@ def _steps(rank, exchange, shape, slot_reuse, masters=None, connect=None):
     trainer.check()
     wanted = set() if masters is None else {(Item.F32, Item.BF16, False)}
     assert set(trainer.kernels.casts) == wanted
+    assert (calls("cuGraphLaunch") > 0) == (masters is None), "what is not cast, a graph brings to the own memory"
     return len(trainer.outputs)
 
 
-def _check(cases):
+def check_steps(cases):
     for shape, *how in cases:
         assert set(values(launch(shape[0] * shape[1], _steps, shape, *how))) == {GROUPS * STEPS}
 
 
 @scenario
 def steps_are_right():
-    _check([((1, 2), True), ((2, 2), True)])
+    check_steps([((1, 2), True), ((2, 2), True)])
 
 
 @scenario
 def casts_of_masters_are_part_of_the_all_gather():
-    _check([((1, 3), False, True), ((2, 2), True, True), ((2, 1), False, True, MessageRail)])
+    check_steps([((1, 3), False, True), ((2, 2), True, True), ((2, 1), False, True, MessageRail)])
 
 
 def _moved(rank, exchange):
@@ -367,13 +368,13 @@ def nothing_is_left_out_for_being_on_the_default_stream():
 def steps_on_one_hardware_queue():
     """With a rail as well: NCCL, too, lets what it is given happen in that order."""
     os.environ["FAKE_CUDA_CONNECTIONS"] = "1"
-    _check([((1, 2), False), ((2, 2), False, None, MessageRail)])
+    check_steps([((1, 2), False), ((2, 2), False, None, MessageRail)])
 
 
 @scenario
 def steps_of_a_host_that_waits_for_its_device():
     os.environ["FAKE_CUDA_BLOCKING"] = "1"
-    _check([((1, 2), True), ((2, 1), False)])
+    check_steps([((1, 2), True), ((2, 1), False)])
 
 
 def _held(rank, exchange):

@@ -135,6 +135,7 @@ class CudaPath:
     def wait(self) -> None:
         """Make the current stream wait until all shards are in the landing."""
         if not self._readable:
+            self.collectives.arrive()
             current = torch.cuda.current_stream(self.streams.device)
             with span(self._trace, f"parameters of {self.collectives.name!r} awaited", 0, ("compute", current)):
                 current.wait_event(self._readable_event)

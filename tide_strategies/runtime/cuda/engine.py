@@ -9,12 +9,14 @@ them: a put is a copy and a signal, like any other. With a rail of another kind,
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from tide_strategies._native import cuda
+from tide_strategies.collectives.reduce_scatter import BANKS
 from tide_strategies.collectives.schedule import NODE, SELF, Schedule, Space
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
@@ -22,7 +24,7 @@ from tide_strategies.runtime.cuda.fit import counted
 from tide_strategies.runtime.cuda.memory import SharedAllocation, share_allocation
 from tide_strategies.runtime.cuda.multicast import share_multicast
 from tide_strategies.runtime.cuda.order import CallOrder
-from tide_strategies.runtime.cuda.rail import RAILED, Cut, DeviceRail, RailCall, cut, enqueue
+from tide_strategies.runtime.cuda.rail import RAILED, Arrival, Cut, DeviceRail, RailCall, cut, enqueue
 from tide_strategies.runtime.cuda.watchdog import Watchdog
 from tide_strategies.runtime.encode import Base, Encoded, encode
 from tide_strategies.runtime.slots import Landing, Slot
@@ -84,6 +86,7 @@ class CudaEngine:
         #: Where calls are noted, if they are (``runtime/trace.py``). The engine closes it.
         self.trace: Trace | None = None
         self._slots_used = self._reductions = 0
+        self._arrivals: deque[Sequence[Arrival]] = deque()
         self._bytes: dict[str, int] = {}
         try:
             self._set_up(memory, host_ranks)
@@ -157,7 +160,12 @@ class CudaEngine:
     def next_bank(self) -> int:
         """The bank of the next reduction across nodes: they alternate, whichever groups they belong to."""
         self._reductions += 1
-        return self._reductions % 2
+        return self._reductions % BANKS
+
+    def next_reduction(self, arrivals: Sequence[Arrival]) -> Sequence[Arrival]:
+        """What had to arrive for the reduction across nodes that used the bank before the one that begins now."""
+        self._arrivals.append(arrivals)
+        return self._arrivals.popleft() if len(self._arrivals) > BANKS else ()
 
     def bytes_by_part(self) -> dict[str, int]:
         """Device memory of this rank by part."""
@@ -260,6 +268,12 @@ class CudaCollective:
         refuse_default_streams(self._encoded.streams, cuda_streams)
         call.enqueue_lanes([cuda_streams.get(name, 0) for name in self._encoded.streams])
 
+    def arrive(self, call: Any) -> None:
+        """Wait on the host, if the rail wants that, until what other nodes send for what was enqueued has arrived.
+
+        Before a stream of the program's waits for the call.
+        """
+
     def enqueue(self, call: Any, stream: str, cuda_stream: int) -> None:
         """Enqueue one stream of a call on the CUDA stream with this handle. Returns at once."""
         self.enqueue_streams(call, {stream: cuda_stream})
@@ -278,7 +292,13 @@ class RailedCollective(CudaCollective):
         """See :meth:`CudaCollective.begin`."""
         return RailCall(super().begin(inputs, others, tag, slot, divisor), [*inputs, *others])
 
+    def arrive(self, call: Any) -> None:
+        """See :meth:`CudaCollective.arrive`."""
+        self._rail.arrive(call.arrivals)
+
     def enqueue_streams(self, call: Any, cuda_streams: Mapping[str, int]) -> None:
         """See :meth:`CudaCollective.enqueue_streams`."""
         refuse_default_streams(self._encoded.streams, cuda_streams)
+        if "network" in cuda_streams:  # pushes, which the program's streams wait for, wait for the bank
+            self._rail.arrive(self._engine.next_reduction(call.arrivals))
         enqueue(self._made, call, self._rail, self._engine.book.counter, cuda_streams, self._intake)

@@ -236,6 +236,12 @@ class CudaGroup(LandingGroup):
         collective, call = self._running
         collective.enqueue(call, "completion", stream)
 
+    def arrive(self) -> None:
+        """Wait on the host, if the rail wants that, before a stream of the program's waits for the all-gather."""
+        assert self._running is not None
+        collective, call = self._running
+        collective.arrive(call)
+
     def vacate(self, stream: int) -> None:
         """Enqueue word to every peer that the landing may be overwritten, and give up the slot."""
         assert self._running is not None

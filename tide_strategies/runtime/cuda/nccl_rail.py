@@ -27,7 +27,7 @@ from tide_strategies.errors import TidePeerError, TideTimeoutError
 from tide_strategies.runtime.bootstrap import Exchange
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda.nccl_domains import NcclDomains
-from tide_strategies.runtime.cuda.rail import Part
+from tide_strategies.runtime.cuda.rail import Arrival, Part
 from tide_strategies.topology import Topology
 
 _STOP = "All ranks stop rather than go on with incomplete data."
@@ -137,6 +137,9 @@ class NcclRail:
         """
         signals = [(self._place(writer), count, counter, counter % self._contexts)]
         self._do(f"wait for rank {writer}", lambda: self._of(counter).wait(signals, counter, stream))
+
+    def arrive(self, arrivals: Sequence[Arrival]) -> None:
+        """Nothing: no thread of Python has a part in what comes."""
 
     def check(self) -> None:
         """Raise if a stream has been blocked in :meth:`take`, or the host in NCCL, for longer than ``timeout_s``.

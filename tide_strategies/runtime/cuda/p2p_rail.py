@@ -36,7 +36,7 @@ from tide_strategies.runtime.cuda.p2p_threads import (
     Outgoing,
     waiting,
 )
-from tide_strategies.runtime.cuda.rail import Part
+from tide_strategies.runtime.cuda.rail import Arrival, Part
 from tide_strategies.runtime.rails.gloo import LINGER_S, break_off, close_at_exit, join
 from tide_strategies.runtime.rails.message import Kind, Message
 from tide_strategies.topology import Topology
@@ -50,6 +50,8 @@ _SUSPICIOUS_S = 1.0
 _STARVED_S = 5.0
 #: How long a rank that stops takes to tell why.
 _TELLING_S = 2.0
+#: How long the host waits before it gives exceptions a chance.
+_SLICE_S = 0.2
 _KINDS = ("all-gathers", "reduce-scatters")
 
 
@@ -88,6 +90,7 @@ class CudaP2PRail:
         self._regions: dict[int, tuple[int, int]] = {}  # by number: address of the host's copy, and bytes
         self._memory: dict[tuple[Space, int], tuple[cuda.HostMemory, int]] = {}  # and where it is on the device
         self._takes: dict[tuple[int, int], cuda.Program] = {}
+        self._taken: dict[tuple[int, int], int] = {}  # signals by (writer, counter)
         self._gone: dict[int, str] = {}
         self._fault: TidePeerError | None = None
         if piece_bytes is None:
@@ -159,7 +162,7 @@ class CudaP2PRail:
         """
         self._sender(peer, counter).enqueue(Message(Kind.NOTIFY, counter), 0, stream)
 
-    def take(self, writer: int, counter: int, count: int, stream: int, parts: Sequence[Part] = ()) -> None:
+    def take(self, writer: int, counter: int, count: int, stream: int, parts: Sequence[Part] = ()) -> Arrival:
         """Let the stream go on when ``count`` signals have come beyond those before, and ``parts`` are in place."""
         wait_for = self._takes.get((writer, count))
         if wait_for is None:
@@ -168,6 +171,27 @@ class CudaP2PRail:
         for part in parts:
             host, address = self._memory[part.space, part.index]
             host.store(address + part.offset, part.offset, part.nbytes, stream)
+        total = self._taken[writer, counter] = (self._taken.get((writer, counter), 0) + count) % (1 << 32)
+        return Arrival(writer, counter, total)
+
+    def arrive(self, arrivals: Sequence[Arrival]) -> None:
+        """Wait on the host until these have arrived, or this rank stops.
+
+        Threads of Python bring them. A call of torch's that holds the interpreter's lock while a stream's queue has no
+        room would keep them from it, and a stream that has to wait for them would never make room: so nothing is given
+        to the program's streams that has to. The device waits for the same at that time, if it has nothing else to do.
+
+        Raises:
+            TideTimeoutError: they have not, and nothing has stopped this rank for that.
+        """
+        deadline = time.monotonic() + self.timeout_s + 2 * _STARVED_S
+        for a in arrivals:
+            while not self._control.delivered(a.counter, a.writer, a.total, _SLICE_S):
+                if time.monotonic() > deadline:
+                    raise TideTimeoutError(
+                        f"TIDE: no progress within timeout_s={self.timeout_s:g}: rank {self.rank} awaits counter "
+                        f"{self._book.counter_name(a.counter)} of rank {a.writer} on the rail. {_STOP}"
+                    )
 
     def check(self) -> None:
         """Raise if a peer has stopped or gone wrong, or a stream is held up here by one that is gone or too slow.

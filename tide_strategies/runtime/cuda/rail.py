@@ -12,7 +12,7 @@ all-gather would wait for the network phase before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tide_strategies._native import cuda
@@ -34,6 +34,15 @@ class Part:
     index: int
     offset: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Signals of a counter that a peer sends: the ``total``-th, of all, and all before it."""
+
+    writer: int
+    counter: int
+    total: int
 
 
 class DeviceRail(Protocol):
@@ -60,11 +69,15 @@ class DeviceRail(Protocol):
     def notify(self, peer: int, counter: int, stream: int) -> None:
         """Send one signal of ``counter`` to ``peer``, after the puts before it that have the same counter."""
 
-    def take(self, writer: int, counter: int, count: int, stream: int, parts: Sequence[Part] = ()) -> None:
+    def take(self, writer: int, counter: int, count: int, stream: int, parts: Sequence[Part] = ()) -> Arrival | None:
         """Let the stream go on when ``count`` signals have come beyond those that were taken before.
 
-        ``parts`` is what they bring, if the rail :attr:`fetches` it.
+        ``parts`` is what they bring, if the rail :attr:`fetches` it. What is returned, the host has to wait for
+        (:meth:`arrive`) before it gives a stream of the program's what needs it.
         """
+
+    def arrive(self, arrivals: Sequence[Arrival]) -> None:
+        """Wait on the host until these have arrived, or this rank stops. Bounded in time."""
 
     def check(self) -> None:
         """Raise a TideError if a stream is held up for too long, or for good. Called now and then by the watchdog."""
@@ -86,12 +99,16 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """What the rail takes in: so many signals more, and the parts that they bring, if that is known."""
+    """What the rail takes in: so many signals more, and the parts that they bring, if that is known.
+
+    ``ahead``: only later calls wait for them.
+    """
 
     counter: Counter
     writer: int
     count: int
     parts: tuple[Part, ...] = ()
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +223,7 @@ def _parts(
             yield name, False, tuple(piece)
     for (counter, writer), total in schedule.advance.items():
         if writer not in node:  # what only later calls wait for
-            yield from _take(last, counter, writer, total, taken, incoming)
+            yield from _take(last, counter, writer, total, taken, incoming, ahead=True)
 
 
 def _take(
@@ -216,11 +233,12 @@ def _take(
     count: int,
     taken: dict[tuple[Counter, int], int],
     incoming: _Incoming,
+    ahead: bool = False,
 ) -> Iterator[tuple[str, bool, tuple[Op, ...] | Take]]:
     before = taken.get((counter, writer), 0)
     if count > before:
         taken[counter, writer] = count
-        yield stream, True, Take(counter, writer, count - before, incoming.of(counter, writer, before, count))
+        yield stream, True, Take(counter, writer, count - before, incoming.of(counter, writer, before, count), ahead)
         yield stream, True, (Taken(counter, writer, count),)
 
 
@@ -239,10 +257,11 @@ def _is_sent(op: Op, node: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RailCall:
-    """One use of a cut schedule: the native call, and the addresses that the rail reads from."""
+    """One use of a cut schedule: the native call, the addresses that the rail reads from, and what is to arrive."""
 
     native: Any
     bases: Sequence[int]
+    arrivals: list[Arrival] = field(default_factory=list)
 
 
 def enqueue(
@@ -262,7 +281,9 @@ def enqueue(
             call.native.enqueue(step.does, stream)
         elif isinstance(step.does, Take):
             take = step.does
-            rail.take(take.writer, number(take.counter), take.count, stream, take.parts)
+            arrival = rail.take(take.writer, number(take.counter), take.count, stream, take.parts)
+            if arrival is not None and not take.ahead:
+                call.arrivals.append(arrival)
         elif isinstance(step.does.op, Put):
             put = step.does.op
             source, dst = call.bases[step.does.base] + put.src.offset, put.dst
