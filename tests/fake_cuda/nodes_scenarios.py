@@ -258,9 +258,7 @@ def cpu_sums(rank, exchange, topology, gradients, out_item):
 
 def _values(rng, ranks):
     """Arrays by group, turn and parameter."""
-    return [
-        [[bf16(rng.standard_normal(s)) for s in SIZES[: len(x.params)]] for _ in DIVISORS] for x in layouts(ranks)
-    ]
+    return [[[bf16(rng.standard_normal(s)) for s in SIZES[: len(x.params)]] for _ in DIVISORS] for x in layouts(ranks)]
 
 
 def check_collectives(

@@ -18,8 +18,8 @@ from tide_strategies.kernels.reference import DTYPES, make_land_trial, same_byte
 from tide_strategies.kernels.tiles import LAND_HEAD_WORDS, LAND_SOURCE_WORDS, SumShape
 
 TILE = 256
-#: name -> (partials of a tile, places, output dtype, accumulate, aligned, tiles, grid, special values), and a factor and
-#: whether it divides, if sums are not divided by 3.
+#: name -> (partials of a tile, places, output dtype, accumulate, aligned, tiles, grid, special values), and a factor
+#: and whether it divides, if sums are not divided by 3.
 CASES: dict[str, tuple[Any, ...]] = {
     "one partial": (1, 1, "fp32", False, True, 7, 1, False),
     "one more partial": (1, 3, "fp32", True, True, 7, 2, False),
