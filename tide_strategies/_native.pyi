@@ -417,8 +417,7 @@ class cuda:
 
         Differences: word 3 of a notification (reader rank, or -2 for every other rank) counts; copies do not cast, rows
         may not overlap, and copies in a row are given to the driver at once, in no order; a counter is notified by one
-        stream only, by as much in all as ``advance`` says for this rank; no rank awaits itself. Sums have the same
-        bits.
+        stream only, by as much in all as ``advance`` says for this rank; no rank awaits itself.
 
         Args:
             readers: the ranks that "every other rank" stands for; all of the control's if there are none.

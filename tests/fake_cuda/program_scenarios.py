@@ -222,7 +222,7 @@ def sums_of_odd_sizes():
         (1, BF16, FP32, 2.0),
         (3, FP32, BF16, 3.0),
         (0, BF16, BF16, 1.0),
-        (7, FP32, FP32, 8.0),
+        (7, FP32, FP32, 6.0),
     ]:
         item, kind = (2, np.uint16) if src == BF16 else (4, np.float32)
         gradients, staging, output = [memory() for _ in sizes], memory(), memory()
