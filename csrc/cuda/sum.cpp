@@ -196,11 +196,11 @@ void SumPlan::launch(size_t run, const std::vector<uint64_t>& bases, const Scali
     int32_t first = l.first_tile, count = l.n_tiles;
     uint64_t staging = l.staging < 0 ? 0 : bases[static_cast<size_t>(l.staging)];
     uint64_t output = bases[static_cast<size_t>(l.output)];
-    Scaling own = l.scaled ? scaling : Scaling{};
-    int32_t divides = own.scale == Scale::kDivide;
+    Scaling applied = l.scaled ? scaling : Scaling{};
+    int32_t divides = applied.scale == Scale::kDivide;
     size_t at = 0;
     for (void* a : {static_cast<void*>(&table), static_cast<void*>(&first), static_cast<void*>(&count),
-                    static_cast<void*>(&staging), static_cast<void*>(&output), static_cast<void*>(&own.factor),
+                    static_cast<void*>(&staging), static_cast<void*>(&output), static_cast<void*>(&applied.factor),
                     static_cast<void*>(&divides)})
       arguments[at++] = a;
     for (size_t i = 0; i < n_pointers; ++i) {
