@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
 import re
@@ -16,6 +17,7 @@ from path_scenarios import check_steps
 from ranks import launch, values
 from stage import memory, play, scenario, until
 
+from tide_strategies._native import cuda
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.config import TideConfig
 from tide_strategies.errors import TidePeerError, TideTimeoutError
@@ -40,6 +42,23 @@ def messages(exchange, rank, topology, device, timeout_s, book):
     return connect._device_rail(exchange, dist.group.WORLD, Placement(topology, "p2p", ""), device, config, 0)
 
 
+def _with_the_lock(rank, exchange):
+    """Whether the program's stream gets through an all-gather while a call holds the interpreter's lock."""
+    here = Rank(rank, exchange, Topology(2, 1), rank, chunk_bytes=256, connect=messages)
+    group, marks, hold = here.groups[0], cuda.HostMemory(rank, 1, 1), ctypes.PyDLL(None).usleep
+    time.sleep(0.3 * rank)
+    here.gather(group, [np.zeros(group.layout.shard_items(p), np.uint16) for p in range(len(SIZES))])
+    group.arrive()
+    marks.mark(0, 1, here.stream("completion"))
+    hold(400_000)
+    through = marks.marked(0, 1, 0.0)
+    here.vacate(group)
+    here.finish()
+    exchange(b"all are through")
+    here.engine.close()
+    return through
+
+
 @scenario
 def collectives_and_steps_run_over_messages():
     """All-gathers land every shard; reductions give the bytes of the CPU's executor; training gets through.
@@ -54,6 +73,7 @@ def collectives_and_steps_run_over_messages():
     ]:
         found = values(launch(shape[0] * shape[1], check_collectives, shape, *how, messages))
         assert all(launches > 0 for launches in found)
+    assert values(launch(2, _with_the_lock)) == [True, True]
     os.environ["FAKE_CUDA_CONNECTIONS"] = "1"
     os.environ["FAKE_CUDA_BLOCKING"] = "1"
     check_steps([((2, 2), False, None, messages)])
