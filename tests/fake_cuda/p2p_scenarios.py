@@ -11,6 +11,7 @@ import tempfile
 import time
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 from nodes_scenarios import SIZES, TIMEOUT_S, Rank, bf16, check_collectives, lost
 from path_scenarios import check_steps
@@ -129,6 +130,24 @@ def _spoiled(rank, exchange, how):
     return "nothing", "", 0.0, 0.0, []
 
 
+def _left(rank, exchange):
+    """Rank 1 takes leave where rank 0 gathers, and waits on its host for what never comes."""
+    here = Rank(rank, exchange, Topology(2, 1), rank, chunk_bytes=256, timeout_s=20.0, connect=messages, host_ranks=1)
+    here.engine.watchdog._main = 0
+    if rank == 1:
+        here.engine.close()
+        return ""
+    here.gather(here.groups[0], [np.zeros(here.groups[0].layout.shard_items(p), np.uint16) for p in range(len(SIZES))])
+    begun = time.monotonic()
+    with pytest.raises(TidePeerError) as caught:
+        here.groups[0].arrive()
+    assert time.monotonic() - begun < 10
+    assert here.engine.watchdog.stopped
+    until(lambda: here.engine.control.outstanding() == here.rail.outstanding() == 0, 10)
+    here.engine.close()
+    return str(caught.value)
+
+
 def _wrong_on_the_way():
     """Messages that are missing or come twice; a rank that does not receive. And then the rail ends in time."""
     for how, words in [
@@ -159,6 +178,8 @@ def _wrong_on_the_way():
 def what_goes_wrong_ends_all_ranks_in_time():
     _lost_rank()
     _wrong_on_the_way()
+    words, _ = values(launch(2, _left))
+    assert "rank 1 has left (TIDE was closed there, or the program ended): rank 0 " in words, words
 
 
 if __name__ == "__main__":

@@ -66,7 +66,6 @@ class CudaP2PRail:
         device: CUDA device ordinal.
         timeout_s: bound of every wait for a peer.
         book: of the engine's counters.
-        piece_bytes: of what is sent at a time, alike on all ranks; None: what fits 64 MiB for all peers.
     """
 
     fetches = True
@@ -80,7 +79,6 @@ class CudaP2PRail:
         device: int,
         timeout_s: float,
         book: CallBook,
-        piece_bytes: int | None = None,
     ) -> None:
         self.rank, self.timeout_s = rank, timeout_s
         self._group, self._exchange, self._device, self._book = group, exchange, device, book
@@ -93,9 +91,8 @@ class CudaP2PRail:
         self._taken: dict[tuple[int, int], int] = {}  # signals by (writer, counter)
         self._gone: dict[int, str] = {}
         self._fault: TidePeerError | None = None
-        if piece_bytes is None:
-            shared = _SENDING_BYTES // (len(_KINDS) * (topology.nodes - 1) * PIECES)
-            piece_bytes = min(max(shared >> 12 << 12, _LEAST), _MOST)
+        shared = _SENDING_BYTES // (len(_KINDS) * (topology.nodes - 1) * PIECES)  # the same on all ranks
+        piece_bytes = min(max(shared >> 12 << 12, _LEAST), _MOST)
         self._links: dict[int, Link] = {}
         self._out: dict[int, list[Outgoing]] = {}
         self._in: dict[int, list[Incoming]] = {}
@@ -113,11 +110,6 @@ class CudaP2PRail:
         close_at_exit(self)
         for thread in self._threads():
             thread.start()
-
-    @property
-    def host_bytes(self) -> int:
-        """Pinned memory for what is received."""
-        return sum(memory.bytes for memory, _ in self._memory.values())
 
     def register(self, space: Space, index: int, memory: cuda.Mapping) -> None:
         """Let memory of a schedule be put from and into. Collective; the same on all ranks, with equal sizes.
@@ -183,16 +175,17 @@ class CudaP2PRail:
         has nothing else to do.
 
         Raises:
-            TideTimeoutError: they have not, and nothing has stopped this rank for that.
+            TidePeerError: one of these peers is gone.
+            TideTimeoutError: they have not in time, and nothing has stopped this rank for that.
         """
-        deadline = time.monotonic() + self.timeout_s + 2 * _STARVED_S
+        begun = time.monotonic()
         for a in arrivals:
             while not self._control.delivered(a.counter, a.writer, a.total, _SLICE_S):
-                if time.monotonic() > deadline:
-                    raise TideTimeoutError(
-                        f"TIDE: no progress within timeout_s={self.timeout_s:g}: {self._words(a.counter, a.writer)}. "
-                        f"{_STOP}"
-                    )
+                waited, words = time.monotonic() - begun, self._words(a.counter, a.writer)
+                if a.writer in self._gone and waited > _SUSPICIOUS_S:
+                    raise TidePeerError(f"TIDE: rank {a.writer} {self._gone[a.writer]}: {words}. {_STOP}")
+                if waited > self.timeout_s + _STARVED_S:  # who watches the streams has the first word
+                    raise TideTimeoutError(f"TIDE: no progress within timeout_s={self.timeout_s:g}: {words}. {_STOP}")
 
     def check(self) -> None:
         """Raise if a peer has stopped or gone wrong, or a stream is held up here by one that is gone or too slow.
