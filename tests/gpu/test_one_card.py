@@ -98,6 +98,8 @@ def _same_bits(rank: int, world: int, topology: str) -> bool:
         handle = apply_tide(model, {"timeout_s": 30, "strict": True, "topology": topology, **config})
         losses = train(model, case, rank)
         results.append((losses, full_parameters(model)))
+        ahead = sum(g.all_gather.ahead for g in handle.report().groups)
+        assert bool(ahead) == (config is not SLOT_REUSE), f"{ahead} all-gathers ahead of a network phase"
         handle.close()
     first = results[0]
     return all(r[0] == first[0] and all(torch.equal(r[1][n], first[1][n]) for n in first[1]) for r in results)
