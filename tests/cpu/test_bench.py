@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -240,6 +243,26 @@ def test_the_one_wave_gemm_has_a_tile_for_every_sm(sms):
     assert (m // 128) * (n // 256) == sms
 
 
+_MULTIPLY = """
+import torch
+from tide_strategies.cli.bench.gemm_kernel import multiply
+# Not bf16, which the interpreter does not multiply.
+a, b = torch.randint(-2, 3, (32, 48)).half(), torch.randint(-1, 2, (64, 48)).half()
+out = torch.zeros(32, 64, dtype=torch.half)
+multiply[(2 * 2,)](a, b, out, 64, 48, 16, 32, 16)
+assert torch.equal(out, (a.float() @ b.float().t()).half())
+"""
+
+
+def test_the_many_wave_gemm_multiplies():
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    ran = subprocess.run([sys.executable, "-c", _MULTIPLY], env=environment, capture_output=True, text=True, timeout=60)
+    if "only 0-dimensional arrays can be converted" in ran.stderr:
+        pytest.skip("this Triton's interpreter does not work with this numpy (2.4 or later)")
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_the_probe_finds_the_sms_that_kept_a_thread_block_out():
     sms, spin = 4, 1000
     sm = torch.arange(sms).repeat(2)
@@ -259,9 +282,10 @@ def test_interference_has_a_job_per_victim_and_the_probe():
     assert [j.label for j in interference_jobs(options, "cuda")] == [
         "one-wave GEMM",
         "many-wave GEMM",
+        "persistent GEMM",
         "elementwise",
         "SM-id probe",
     ]
     options.no_probe = True
-    assert len(interference_jobs(options, "cuda")) == 3
+    assert len(interference_jobs(options, "cuda")) == 4
     assert math.isclose(interference_jobs(options, "cuda")[0].arguments["collectives"]["shard_bytes"], 2**25)

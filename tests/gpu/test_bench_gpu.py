@@ -61,10 +61,10 @@ def test_interference(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     rows = bench(tmp_path, "interference", "--shard-mib", "4", "--params", "5", "--repeats", "2")
     beside = 5 if stock_runs(max(cards, 2)) else 3
-    assert len(rows) == 3 * beside + beside + 1
-    for row in rows[: 3 * beside]:
+    assert len(rows) == 4 * beside + beside + 1
+    for row in rows[: 4 * beside]:
         assert min(row["alone_ms"], row["beside_ms"], row["collective_ms"]) > 0
-    quiet = rows[3 * beside]
+    quiet = rows[4 * beside]
     assert quiet["beside"] == "nothing"
     if cards > 1:  # on a shared card the other rank's probe is there as well
         assert quiet["sms"] == 0, "nobody kept the probe's thread blocks out"

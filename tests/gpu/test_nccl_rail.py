@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lost_peer
 import pytest
 import torch
 import torch.distributed as dist
@@ -149,3 +151,8 @@ def test_several_ranks_a_card_train_over_it_too(found, topology: str) -> None:
             one = found_by_rank[case.name]
             assert one["placed"] == [{("tide", topology, "local")}, {("tide", topology, "nccl_rma")}]
             assert one["equal"]
+
+
+@pytest.mark.parametrize("how", ["stalled", "killed"])
+def test_a_lost_peer_ends_the_others_in_time(found, how: str, tmp_path: Path) -> None:
+    lost_peer.check(f"{how} 2x1 nccl_rma", tmp_path, backend(), torch.cuda.device_count())

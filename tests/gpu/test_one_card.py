@@ -6,17 +6,14 @@ Stock communicates through the host here, since NCCL refuses two ranks on one ca
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
+import lost_peer
 import pytest
 import torch
-from harness import launch, launch_raw
-from models import BF16, Case, batch, build, full_parameters, train
+from harness import launch
+from models import BF16, Case, build, full_parameters, train
 from stock_in_order import add_in_our_order
 from test_fsdp2_gpu import CACHED, GPU_CASES, SLOT_REUSE, deterministic
 from test_fsdp2_parity import compare
@@ -120,45 +117,6 @@ def test_modes_and_chunks_keep_every_bit_across_nodes(four_nodes) -> None:
     assert four_nodes[1] == [True, True]
 
 
-TIMEOUT_S = 4.0
-
-
-def _fail(rank: int, world: int, given: tuple[str, Path]) -> None:
-    """Train until rank 1 stops in the way named; every rank says what it saw and when, and logs into its own file."""
-    how, folder = given
-    os.dup2(os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT), 2)
-    torch.cuda.set_device(0)
-    model = build(Case("victim", policy=BF16), world, device="cuda")
-    how, *nodes = how.split()
-    apply_tide(model, {"timeout_s": TIMEOUT_S, **dict(zip(("topology", "rail"), nodes, strict=False))})
-    for step in range(4):
-        if step == 2 and rank == 1:
-            if how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(3 * TIMEOUT_S)
-        started = time.monotonic()
-        try:
-            model(batch(step, rank).cuda()).sum().backward()
-            torch.cuda.synchronize()
-        except Exception as e:
-            took = time.monotonic() - started
-            raise RuntimeError(f"{type(e).__name__} after {took:.1f} s: {e}") from e
-
-
 @pytest.mark.parametrize("how", ["stalled", "killed", "killed 2x1", "stalled 2x1 p2p", "killed 2x1 p2p"])
 def test_a_lost_peer_ends_the_others_in_time(how: str, tmp_path: Path) -> None:
-    results = launch_raw(2, _fail, (how, tmp_path), timeout=90, backend=BACKEND)
-    words = (tmp_path / "rank0.log").read_text()
-    error = str(results[0].error)
-    if how.startswith("stalled"):
-        assert "TideTimeoutError" in error, error
-        assert f"no progress within timeout_s={TIMEOUT_S:g}: rank 0" in words
-        assert "of rank 1: expected" in words
-        assert "TidePeerError" in str(results[1].error), results[1].error
-    else:
-        assert "TidePeerError" in error, error
-        assert "rank 1 is dead" in words
-        assert results[1].exit_code == -signal.SIGKILL
-    took = re.search(r"Error after ([0-9.]+) s:", error)
-    assert took is not None, error
-    assert float(took[1]) < 2 * TIMEOUT_S + 2
+    lost_peer.check(how, tmp_path, BACKEND, cards=1)
