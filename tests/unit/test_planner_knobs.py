@@ -81,6 +81,8 @@ def test_probes_of_gpus_give_their_rates_back() -> None:
     found = probes.rates_of(seconds, topology, H200_PAIR, "x", one_thread=False)
     assert found.push == found.intake == pytest.approx(own.push, rel=1e-6)
     assert found.sum_per_cta == pytest.approx(own.sum_per_cta, rel=1e-6)
+    # A wait that is over, and the start of the copy behind it; the first one is waited for.
+    assert found.wait_s == pytest.approx(own.wait_s + own.start_s - found.start_s, rel=0.05)
     assert (found.call_s, found.chunk_cap) == (H200_PAIR.call_s, H200_PAIR.chunk_cap)
     assert probes.rates_of(seconds, topology, H200_PAIR, "x", one_thread=False, ctas=8).sum_per_cta == pytest.approx(
         own.sum_per_cta / 8, rel=1e-6

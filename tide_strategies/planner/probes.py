@@ -49,7 +49,8 @@ class Probe:
 
     Args:
         name: what, with a size: "push", "sum", "land", "fabric", "rail" (bytes), "chunk" (bytes of a chunk), "wait",
-            "round", "operation", "call" (repeats). "fabric" is "land", to be run with more thread blocks than it needs.
+            "passed", "round", "operation", "call" (repeats). "fabric" is "land", to be run with more thread blocks than
+            it needs; "passed" are waits that are over.
         size: see ``name``.
         schedule: one rank's part.
     """
@@ -107,6 +108,8 @@ def probes(topology: Topology, rank: int, *, one_thread: bool, multicast: bool =
         Probe("operation", REPEATS, build.schedule(build.tiny())),
         Probe("wait", REPEATS, build.waits()),
     ]
+    if not one_thread:
+        out.append(Probe("passed", REPEATS, build.passed()))
     for nbytes in (large // 4, large):
         out.append(Probe("push", nbytes, build.schedule(build.push(nbytes), staged=nbytes)))
         out.append(Probe("sum", nbytes, build.schedule(build.sums(nbytes), staged=nbytes)))
@@ -194,12 +197,23 @@ class _Builder:
 
     def waits(self) -> Schedule:
         """All ranks of a node step by step: each waits for the next one's step (for its own, if alone)."""
-        after = self.node[(self.topology.local_of(self.rank) + 1) % len(self.node)]
-        told = NODE if self.peers else self.rank  # a device hears of its own cell only what it is told by name
         ops: list[Op] = []
         for step in range(REPEATS):
-            ops += [Notify(CONSUMED, told), Await(CONSUMED, after, step + 1)]
-        return self.schedule(ops, {(CONSUMED, after): REPEATS})
+            ops += [self._told(), Await(CONSUMED, self._next_rank(), step + 1)]
+        return self.schedule(ops, {(CONSUMED, self._next_rank()): REPEATS})
+
+    def passed(self) -> Schedule:
+        """Copies, each after a wait for the same step of the next rank: but for the first, it is over."""
+        ops: list[Op] = [self._told()]
+        for copy in self.tiny():
+            ops += [Await(CONSUMED, self._next_rank(), 1), copy]
+        return self.schedule(ops, {(CONSUMED, self._next_rank()): 1})
+
+    def _next_rank(self) -> int:
+        return self.node[(self.topology.local_of(self.rank) + 1) % len(self.node)]
+
+    def _told(self) -> Notify:
+        return Notify(CONSUMED, NODE if self.peers else self.rank)  # a device hears of its own cell by name alone
 
     def rail(self, nbytes: int) -> Schedule:
         """``nbytes`` to the next node and from the node before."""
@@ -307,6 +321,10 @@ def rates_of(
         start_s=max(took - fixed_s, 0.0) / tiny,
         signal_s=max(waited - fixed_s, 0.0) / waits,
     )
+    if _sizes(seconds, "passed"):
+        times, took = _only(seconds, "passed")
+        # A copy after a wait is no batch with the one before: what it takes to start is the wait's.
+        found = replace(found, wait_s=max((took - fixed_s) / times - found.start_s, 0.0))
     if one_thread:  # what all ranks of a node moved at once, read and written
         found = replace(found, memory=max(base.memory, 2 * topology.local_ranks * push, summed))
     if _sizes(seconds, "rail"):
