@@ -38,9 +38,9 @@ dry as well, for its peak of memory. Examples:
   tide plan ./my-model/config.json --nodes 1 --gpus 8 --rates h200-pair --json
   tide plan tide_strategies.cli.demo_model:planned --gpus 2 --device cpu --precision 32-true
 
-On one node, memory is what this version's runtime allocates, to the byte, and times come from replaying the schedules
-that run. Across nodes, memory is the paper's closed form (section 5.4), and beyond 64 ranks times come from a stage
-model (docs/simulator.md). Times are of collectives by themselves, at the given rates.
+Memory is what this version's runtime allocates, to the byte (beyond 4096 ranks the paper's closed form, section 5.4),
+and times come from replaying the schedules that run; across nodes, beyond 64 ranks, from a stage model
+(docs/simulator.md). Times are of collectives by themselves, at the given rates.
 """
 
 
@@ -217,7 +217,7 @@ def arena_of_cpu_ranks(
 def arena_of_gpu_ranks(
     groups: Sequence[Group], topology: Topology, *, knobs: Knobs, ring: memory.Ring, mode: str, multicast: bool
 ) -> dict[str, int]:
-    """Bytes of device memory by part that each GPU of one node will hold, by the runtime's own counts."""
+    """Bytes of device memory by part that each GPU will hold, by the runtime's own counts, whatever the rail."""
     layouts = [g.layout(topology.ranks) for g in groups]
     return memory.arena_on_gpu(
         groups,
@@ -251,7 +251,7 @@ def _arena(
     if options.device == "cpu":
         parts = arena_of_cpu_ranks(groups, topology, knobs=knobs, ring=ring)
         return parts, "exact, shared by all ranks of one host"
-    if topology.nodes > 1:
+    if topology.nodes > 1 and topology.ranks > limits.MOST_COUNTED:
         parts = memory.arena_across_nodes(groups, topology, mode=options.mode, round_width=width, ring=ring)
         return parts, "closed form (paper, section 5.4), on each GPU"
     multicast = uses_multicast(topology, options.multicast)
