@@ -148,10 +148,10 @@ def test_sizes_are_those_that_are_stated(words, sizes, swept):
     ("words", "says"),
     [
         (("--sweep", "64"), "sizes are WIDTHxDEPTH, such as 4096x16; got '64'"),
-        (("--sweep", "64x1,x2"), "must be a whole number from 1; got ''"),
-        (("--sweep", "64x0"), "must be a whole number from 1; got '0'"),
+        (("--sweep", "64x1,x2"), "must be a whole number from 1 to 10^9; got ''"),
+        (("--sweep", "64x0"), "must be a whole number from 1 to 10^9; got '0'"),
         (("--sweep", "64x1", "--widths", "64"), "state one of them"),
-        (("--tokens", "1e3"), "must be a whole number from 1; got '1e3'"),
+        (("--tokens", "1e3"), "must be a whole number from 1 to 10^9; got '1e3'"),
     ],
 )
 def test_sizes_that_are_none_are_refused_in_words(words, says, capsys):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tide_strategies.cli.arguments import positive
 from tide_strategies.cli.tables import gib, table, wrapped
-from tide_strategies.config import parse_topology
+from tide_strategies.config import AllGatherConfig, parse_topology
 from tide_strategies.errors import TideConfigError
 from tide_strategies.planner import architectures, calibrate, limits, memory, predict
 from tide_strategies.planner.groups import Group, Model
@@ -50,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _ABOUT
     add = parser.add_argument
     add("model", metavar="MODEL", help="preset, config.json, or package.module:function")
-    add("--nodes", type=_positive, default=1, help="nodes (default: 1)")
-    add("--gpus", type=_positive, default=8, help="GPUs (or processes) of one node (default: 8)")
+    add("--nodes", type=positive, default=1, help="nodes (default: 1)")
+    add("--gpus", type=positive, default=8, help="GPUs (or processes) of one node (default: 8)")
     add("--topology", help="both at once, as in 8x8")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="what the ranks run on (default: cuda)")
     add("--mode", choices=["in_place", "slot_reuse"], default="in_place", help="reduce_scatter.mode")
-    add("--slots", type=_positive, default=2, help="all_gather.slots (default: 2)")
+    add("--slots", type=positive, default=2, help="all_gather.slots (default: 2)")
     add(
         "--multicast",
         choices=["auto", "on", "off"],
@@ -88,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     stated = parse_topology(arguments.topology) if arguments.topology else None
     topology = Topology(stated.nodes, stated.gpus_per_node) if stated else Topology(arguments.nodes, arguments.gpus)
     limits.check_topology(topology)
+    AllGatherConfig(slots=arguments.slots)
     model, footprint = load_model(arguments, topology.ranks)
     rates = load_rates(arguments.rates, arguments.device)
     if arguments.device == "cuda" and arguments.multicast != "auto":
@@ -129,6 +132,8 @@ def load_model(options: argparse.Namespace, ranks: int) -> tuple[Model, Footprin
     itemsize, master = {"bf16-mixed": (2, 4), "bf16-true": (2, 2), "32-true": (4, 4)}[options.precision]
     if Path(text).exists():
         return architectures.from_file(Path(text), itemsize=itemsize, master_itemsize=master, wrap=wrap), None
+    if os.sep in text or text.endswith(".json"):
+        raise TideConfigError(f"no file {text!r}: MODEL is a preset, a config.json or its folder, or a Python path")
     if ":" in text:
         from tide_strategies.cli.offline import planned
 
@@ -375,10 +380,3 @@ def _rows(kinds: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 def _count(number: int) -> str:
     return f"{number / 1e9:.2f} billion" if number >= 1e8 else f"{number / 1e6:.2f} million"
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
-    return value

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-
-def positive(text: str) -> int:
-    """A whole number from 1."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1; got {text!r}")
-    return int(text)
+from tide_strategies.cli.arguments import positive
 
 
 def numbers(text: str) -> list[int]:
