@@ -86,7 +86,7 @@ def test_rates_are_measured_once(runs) -> None:
 
 # --- rates of ranks that stand for nodes --------------------------------------------------------------------------
 
-RAILS = ("local", "nccl_rma")
+RAILS = ("local", "p2p", "nccl_rma")
 
 
 def _rates(rank: int, world: int, topology: str) -> dict[str, Any]:

@@ -105,10 +105,10 @@ def _options_of(file: Path) -> dict[str, Any]:
             try:
                 from yaml import safe_load
             except ImportError:
-                raise TideConfigError(f"{file} is not .json, and PyYAML is not installed") from None
+                raise TideConfigError("it is not .json, and PyYAML is not installed") from None
             options = safe_load(text)
-    except TideConfigError:
-        raise
+    except TideConfigError as e:
+        raise TideConfigError(f"cannot read options from {file}: {e}") from None
     except Exception as e:  # whatever a YAML file can raise
         raise TideConfigError(f"cannot read options from {file}: {type(e).__name__}: {e}") from None
     if not isinstance(options, dict):

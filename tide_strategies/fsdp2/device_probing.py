@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from tide_strategies.collectives.schedule import Item
+from tide_strategies.collectives.schedule import Item, Schedule
 from tide_strategies.config import TideConfig
 from tide_strategies.errors import TideArenaError
-from tide_strategies.fsdp2.connect import gpu_engine, place_gpus, without_multicast
+from tide_strategies.fsdp2.connect import gpu_engine, instead, place_gpus, without_multicast
 from tide_strategies.fsdp2.cuda_path import CudaStreams
 from tide_strategies.planner import probes
 from tide_strategies.runtime import bootstrap
@@ -55,15 +56,14 @@ def gpu_probes(exchange: Exchange, ranks: dist.ProcessGroup, config: TideConfig)
 def _engine(
     exchange: Exchange, ranks: dist.ProcessGroup, config: TideConfig, placement: Placement
 ) -> tuple[CudaEngine, list[probes.Probe]]:
-    """An engine with the memory of all probes, and these; like the model's, without multicast if it fails with that."""
+    """An engine with the memory of all probes, and these; connected as the model will be, if need be in another way."""
     multicast = placement.multicast == "on"
     every = probes.probes(placement.topology, ranks.rank(), one_thread=False, multicast=multicast)
     try:
         return gpu_engine(exchange, ranks, config, placement, 1, probes.memory(every)), every
     except TideArenaError as e:
-        if not multicast:
-            raise
-        return _engine(exchange, ranks, config, without_multicast(placement, str(e)))
+        other = without_multicast(placement, str(e)) if multicast else instead(config, placement, e)
+    return _engine(exchange, ranks, config, other)
 
 
 def _prepared(exchange: Exchange, rank: int, engine: CudaEngine, every: Sequence[probes.Probe]) -> list[_Run]:
@@ -89,10 +89,18 @@ def _runs(engine: CudaEngine, every: Sequence[probes.Probe], source: torch.Tenso
     # Where reductions do the same.
     stream_of = {"sum": streams.sum, **dict.fromkeys(("land", "fabric", "rail", "round"), streams.network)}
     aligned = dict.fromkeys((False, True), True)
+
+    @functools.cache
+    def probes_of(rank: int) -> list[probes.Probe]:
+        return probes.probes(engine.topology, rank, one_thread=False, multicast=engine.multicast)
+
+    def schedule_of(number: int, rank: int) -> Schedule:
+        return probes_of(rank)[number].schedule
+
     out = []
-    for probe in every:
+    for number, probe in enumerate(every):
         label = f"measuring {probe.name} {probe.size}"
-        collective = engine.collective(probe.schedule, 1, label)
+        collective = engine.collective(probe.schedule, 1, label, functools.partial(schedule_of, number))
         ctas = SUM_CTAS, _FABRIC_CTAS if probe.name == "fabric" else LANDING_CTAS
         used = set_kernels(engine, collective, kernels, 1, Item.BF16, aligned, ctas)
         stream = stream_of.get(probe.name, streams.push)
@@ -115,4 +123,5 @@ class _Run:
         addresses = self.collective.addresses(output=self.output.data_ptr())
         call = self.collective.begin([self.source.data_ptr()], addresses, self.tag)
         self.collective.enqueue(call, "main", self.stream.cuda_stream)
+        self.collective.arrive(call)
         torch.cuda.synchronize()  # as long as the watchdog lets it wait

@@ -19,13 +19,13 @@ def read_bytes(file: Path, most: int) -> bytes:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no regular file, or has more than ``most`` bytes.
+        TideConfigError: it is no regular file, or has more than ``most`` bytes.
     """
     # A pipe in the place of a file must not hold anybody up.
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
         found = os.fstat(opened.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_size > most:
-            raise ValueError(f"no regular file, or one of more than {most} bytes")
+            raise TideConfigError(f"no regular file, or one of more than {most} bytes")
         return opened.read(most)
 
 
@@ -37,5 +37,7 @@ def read_json(file: Path, what: str, most: int = MOST_BYTES) -> Any:
     """
     try:
         return json.loads(read_bytes(file, most))
+    except TideConfigError as e:
+        raise TideConfigError(f"cannot read {what} from {file}: {e}") from None
     except (OSError, ValueError, RecursionError) as e:
         raise TideConfigError(f"cannot read {what} from {file}: {type(e).__name__}: {e}") from None
