@@ -172,7 +172,8 @@ static Result record_context(ContextHandle c, EventHandle e) {
     if (q->device == device) queues.push_back(q);
   const Flag flag = std::make_shared<std::atomic<int>>(static_cast<int>(queues.size()));
   static_cast<FakeEvent*>(e)->flag = flag;
-  for (auto& q : queues) q->push([flag] { --*flag; });
+  for (auto& q : queues)
+    if (!q->push([flag] { --*flag; })) --*flag;
   return kSuccess;
 }
 #ifndef FAKE_CUDA_OLD

@@ -120,8 +120,6 @@ def test_wrong_usage_is_told(arguments, capsys) -> None:
 
 
 def test_a_plan_that_is_refused_is_told(capsys, monkeypatch) -> None:
-    assert main(["verify", "--passes", "0"]) == 2
-    assert "must be at least 1" in capsys.readouterr().err
     monkeypatch.setattr(command, "refusals", lambda plan: ("a block is filled too early",))
     assert main(["verify", "--topology", "2x2", "--json"]) == 1
     captured = capsys.readouterr()
