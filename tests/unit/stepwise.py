@@ -1,6 +1,6 @@
 """A verified workload on the native executor, one piece of a schedule at a time, in an order that a test chooses.
 
-The verifier says what no execution may do; this shows what an execution does. All ranks are in one thread: whoever comes
+The verifier says what no execution may do; this shows what one does. All ranks are in one thread: whoever comes
 first in an order runs until the executor's wait for a peer ends at its timeout of zero, then the next does. A wait that
 nobody ends is what would run into its timeout. Memory begins as NaN, so that what is read too early is seen; data are
 small whole numbers, whose sums are exact in any order.

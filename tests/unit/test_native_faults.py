@@ -157,5 +157,5 @@ def test_a_signal_that_never_comes_ends_every_rank_at_its_timeout() -> None:
         thread.join(20)
     assert len(ended) == 6
     assert {status for status, _ in ended} <= {"timeout", "aborted"}
-    # The first to wait gives up after timeout_s; the rest hear of it, or have waited as long. A second for a busy machine.
+    # The first gives up after timeout_s; the rest hear of it, or have waited as long. A second for a busy machine.
     assert all(took < 3 * timeout_s + 1 for _, took in ended)
