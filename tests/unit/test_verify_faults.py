@@ -153,6 +153,36 @@ def test_no_wait_signal_or_zero_is_redundant(work, interleave, multicast) -> Non
     assert redundant(alike(work, interleave, multicast), work.kind, [0]) == []
 
 
+def padded(ranks: int) -> tuple[GroupLayout, ...]:
+    """Groups whose last ranks have nothing, and whose sub-slices are padding in part."""
+    second = GroupLayout((ParamShape(ranks + 1, 1, 2), ParamShape(0, 4, 2)), ranks)
+    return GroupLayout((ParamShape(2, 3, 2),), ranks), second
+
+
+#: Each with how many waits of its first and last rank order nothing with such groups: by one thread, and side by side.
+PADDED = [
+    (replace(GATHER, layouts=padded(6)), 2, 6),
+    (replace(REDUCE, layouts=padded(6)), 6, 14),
+    (replace(REDUCE, topology=Topology(2, 2), layouts=padded(4), plan=BasePlan(2, 2, 2, 2)), 4, 5),
+]
+
+
+@pytest.mark.parametrize("interleave", [True, False], ids=["one thread", "side by side"])
+@pytest.mark.parametrize(
+    ("work", "one", "side"), PADDED, ids=lambda w: f"{w.kind} {w.topology}" if hasattr(w, "kind") else str(w)
+)
+def test_only_waits_can_be_redundant_and_only_where_they_guard_padding(work, one, side, interleave) -> None:
+    """Schedules have one shape, whatever the layout: the same wait is needed as soon as no sub-slice is empty."""
+    last, full = work.topology.ranks - 1, replace(work, layouts=groups(work.topology.ranks))
+    idle = redundant(alike(work, interleave, False), work.kind, [0, last])
+    assert len(idle) == (one if interleave else side)
+    needed = schedules(replace(full, interleave=interleave), work.kind)
+    for rank, (stream, _), op in idle:
+        assert isinstance(op, Await), op  # never a signal or a zero
+        assert op in needed[rank].streams[stream], (rank, stream, op)
+    assert redundant(alike(full, interleave, False), work.kind, [last]) == []  # of rank 0 this is shown above
+
+
 # Faults of the caller and of the order of calls.
 
 
