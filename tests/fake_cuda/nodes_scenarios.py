@@ -165,9 +165,12 @@ class Rank:
         if isinstance(self.rail, MessageRail):
             self.rail.reach(self.engine)
         ring = SlotRing(lambda: self.engine.add_slot(max(x.landing_bytes for x in shapes), "ring"), 2)
-        common = chunk_bytes, FakeKernels(device), 4
+        ctas = 1 + rank % 3, 1 + rank // 2  # of sums and landings: no rank's count changes a bit
+        common = chunk_bytes, FakeKernels(device), ctas[0]
         self.groups = [
-            CudaGroup(self.engine, f"group {i}", x, ring, *common, slot_reuse=slot_reuse, plan=plan)
+            CudaGroup(
+                self.engine, f"group {i}", x, ring, *common, landing_ctas=ctas[1], slot_reuse=slot_reuse, plan=plan
+            )
             for i, x in enumerate(shapes)
         ]
         self.streams = {name: cuda.Stream(device, -1) for name in STREAMS}
