@@ -236,9 +236,9 @@ def no_fault_passes_silently():
     assert set(found.pop("no fault")) == {"right"}
     silent = [name for name, outcomes in found.items() if set(outcomes) == {"right"}]
     assert not silent, (silent, found)
-    wanted = {c.name: c.errors for c in CASES}
-    for name, outcomes in found.items():
-        assert ("wrong" in outcomes) != wanted[name], (name, outcomes)
+    errors = {c.name: c.errors for c in CASES}
+    for name, outcomes in found.items():  # who goes on for a moment beside one that has stopped may see anything
+        assert any(o.endswith("Error") if errors[name] else o == "wrong" for o in outcomes), (name, outcomes)
 
 
 @scenario
