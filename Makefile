@@ -38,7 +38,7 @@ STAMP_DOCS := $(VENV)/.installed-docs
 # triton): nothing is fetched, and the package goes into a folder of its own.
 PYTHON_GPU ?= python3
 GPU_PACKAGE := $(abspath build/gpu-package)
-BENCHMARKS ?= collectives step interference
+BENCHMARKS ?= collectives step interference sweep
 BENCH_OUTPUT := $(abspath bench_output)
 
 .PHONY: help setup demo test test-all run-tests lint docs bench gpu-package test-gpu sanitize-gpu bench-gpu clean distclean
@@ -129,8 +129,9 @@ sanitize-gpu: gpu-package ## Run the tests of the GPU kernels under compute-sani
 bench-gpu: gpu-package ## Run the benchmarks on GPUs with PYTHON_GPU; results in bench_output/
 	@mkdir -p $(BENCH_OUTPUT)
 	@cd $(GPU_PACKAGE); failed=; for name in $(BENCHMARKS); do \
-	  echo "==> tide bench $$name"; \
-	  $(PYTHON_GPU) -m tide_strategies.cli.main bench $$name --device cuda --json $(BENCH_OUTPUT)/$$name.json \
+	  case $$name in step) bench="step --trace";; sweep) bench="step --sweep";; *) bench=$$name;; esac; \
+	  echo "==> tide bench $$bench"; \
+	  $(PYTHON_GPU) -m tide_strategies.cli.main bench $$bench --device cuda --json $(BENCH_OUTPUT)/$$name.json \
 	    --plot $(BENCH_OUTPUT)/$$name.png 2>&1 | tee $(BENCH_OUTPUT)/$$name.txt || failed="$$failed $$name"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "Failed, wholly or in part:$$failed" >&2; exit 1; fi

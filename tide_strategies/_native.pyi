@@ -155,7 +155,8 @@ class Program:
         ops: little-endian int64, 12 words per op. Word 0 is the opcode, the rest:
 
             0 copy: src base, src offset, dst base, dst offset, rows, elements per row, src pitch, dst pitch,
-            src dtype, dst dtype (0 fp32, 1 bf16, 2 raw bytes; offsets and pitches in bytes)
+            src dtype, dst dtype (0 fp32, 1 bf16, 2 raw bytes; offsets and pitches in bytes), whether both ends are in
+            this rank's own memory (a hint for devices)
 
             1 sum: dst base, dst offset, elements, src dtype, dst dtype, number of sources, index of the first
             source, flags (1: add to what dst holds; 2: divide by the call's divisor before that). fp32, in source order
@@ -304,6 +305,32 @@ class cuda:
         def handle(self) -> int:
             """For ``torch.cuda.ExternalStream``; valid while this object lives."""
 
+    class HostMemory:
+        """Pinned memory of the host that streams copy to and from, and words by which they tell how far they have come.
+
+        Threads that send and receive its bytes need nothing of the driver. Device memory is given by address, streams
+        by handle; everything that takes a stream returns at once. ``OSError`` (ENOMEM) if there is not enough.
+
+        Args:
+            bytes: how much.
+            marks: how many words.
+        """
+
+        def __init__(self, device: int, bytes: int, marks: int = 0) -> None: ...
+        @property
+        def address(self) -> int:
+            """Where it begins, for the host; valid while this object lives."""
+        @property
+        def bytes(self) -> int: ...
+        def fetch(self, offset: int, source: int, bytes: int, stream: int) -> None:
+            """Copy from device memory to byte ``offset``."""
+        def store(self, target: int, offset: int, bytes: int, stream: int) -> None:
+            """Copy from byte ``offset`` to device memory."""
+        def mark(self, index: int, value: int, stream: int) -> None:
+            """Set a word when the stream has come here, after everything that it did before."""
+        def marked(self, index: int, value: int, seconds: float) -> bool:
+            """Wait until a word has come to ``value``, of 32 bits and going round; False after so many seconds."""
+
     class Control:
         """Counter cells in device memory, and the record of the waits that the device was given.
 
@@ -326,6 +353,13 @@ class cuda:
             own: cuda.Mapping,
             peers: Sequence[cuda.Mapping | None],
         ) -> None: ...
+        @staticmethod
+        def in_host_memory(device: int, ranks: int, rank: int, counters: int) -> cuda.Control:
+            """One whose cells are in host memory, for waits alone: threads of this process :meth:`deliver`."""
+        def deliver(self, counter: int, writer: int, total: int) -> None:
+            """Let the writer's cell, in host memory, come to ``total``; nothing happens once it is released."""
+        def delivered(self, counter: int, writer: int, total: int, seconds: float) -> bool:
+            """Wait until the writer's cell, in host memory, has come to ``total``; False after so many seconds."""
         @staticmethod
         def control_bytes(ranks: int, counters: int) -> int:
             """Bytes of control memory that every rank needs."""

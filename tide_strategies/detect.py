@@ -89,6 +89,10 @@ FALLBACKS: dict[str, tuple[str, str]] = {
     ),
     "TIDE-F030": ("gradients of different dtypes arrived in one call", "none needed: such calls run as stock"),
     "TIDE-F031": ("gradients of dtype {} arrived", "use bfloat16 or float32 gradients"),
+    "TIDE-F032": (
+        "messages through the host connect the GPUs of different nodes, since NCCL does not: {}",
+        "use the NCCL that tide doctor asks for and RDMA network cards, or set rail: p2p to be content with it",
+    ),
     "TIDE-F101": ("torch {} is not a version that TIDE knows", "use a supported torch (docs/supported_torch.md)"),
     "TIDE-F102": ("torch's own source differs from the release: {}", "use an unmodified torch release"),
     "TIDE-F103": ("torch's private interface differs: {}", "use a supported torch (docs/supported_torch.md)"),

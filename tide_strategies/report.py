@@ -20,6 +20,7 @@ class CollectiveStats:
             vacated yet, and across nodes for stages and for shards that are passed on.
         bytes: bytes this rank moved (all-gather: its shards; reduce-scatter: its slices to peers).
         reused: uses of unsharded parameters that were still there, in the place of an all-gather.
+        ahead: all-gathers in backwards that were issued, or saved, ahead of a reduction's network phase.
         stock_calls: calls of a TIDE group that ran as stock for a reason of that call (see ``stock_reason``).
         stock_reason: code and words of the latest such call.
     """
@@ -30,6 +31,7 @@ class CollectiveStats:
     slot_wait_seconds: float = 0.0
     bytes: int = 0
     reused: int = 0
+    ahead: int = 0
     stock_calls: int = 0
     stock_reason: str = ""
 
@@ -188,10 +190,11 @@ class TideReport:
             lines.append(f"  waited for peers: {causes}")
         for g in self.groups:
             ag, rs = g.all_gather, g.reduce_scatter
+            ahead = f", {ag.ahead} ahead of a network phase" if ag.ahead else ""
             lines.append(
                 f"  {g.name}: {g.path} ({g.code}: {g.reason}), {g.parameters} parameters, "
                 f"{g.unsharded_bytes / 2**20:.1f} MiB in {g.storage} memory; "
-                f"{ag.calls} all-gathers ({ag.reused} saved) {ag.seconds * 1e3:.1f} ms, "
+                f"{ag.calls} all-gathers ({ag.reused} saved{ahead}) {ag.seconds * 1e3:.1f} ms, "
                 f"{rs.calls} reduce-scatters {rs.seconds * 1e3:.1f} ms"
             )
             if g.calibration:

@@ -11,6 +11,7 @@
 #include "clock.h"
 #include "counter.h"
 #include "error.h"
+#include "host_memory.h"
 
 namespace tide::cuda {
 namespace {
@@ -29,6 +30,10 @@ uint32_t in_range(const char* name, int64_t value, int64_t low, int64_t high) {
   return static_cast<uint32_t>(value);
 }
 
+std::unique_ptr<HostPage> host_cells(int64_t device, uint64_t bytes) {
+  return std::make_unique<HostPage>(Device::get(device), bytes);
+}
+
 uint64_t fresh_id() {
   static std::atomic<uint64_t> last{0};
   return ++last;
@@ -43,9 +48,18 @@ uint64_t Control::control_bytes(int64_t ranks, int64_t counters) {
 
 Control::Control(int64_t device, int64_t ranks, int64_t rank, int64_t counters, std::shared_ptr<Mapping> own,
                  std::vector<std::shared_ptr<Mapping>> peers)
+    : Control(device, ranks, rank, counters, nullptr, std::move(own), std::move(peers)) {}
+
+Control::Control(int64_t device, int64_t ranks, int64_t rank, int64_t counters)
+    : Control(device, ranks, rank, counters, host_cells(device, control_bytes(ranks, counters)), nullptr,
+              std::vector<std::shared_ptr<Mapping>>(in_range("ranks", ranks, 1, kMaxRanks))) {}
+
+Control::Control(int64_t device, int64_t ranks, int64_t rank, int64_t counters, std::unique_ptr<HostPage> cells,
+                 std::shared_ptr<Mapping> own, std::vector<std::shared_ptr<Mapping>> peers)
     : device_(Device::get(device)), ranks_(in_range("ranks", ranks, 1, kMaxRanks)),
       rank_(in_range("rank", rank, 0, ranks - 1)), counters_(in_range("counters", counters, 1, kMaxCounters)),
-      id_(fresh_id()), bytes_(control_bytes(ranks, counters)), own_(std::move(own)), peers_(std::move(peers)),
+      id_(fresh_id()), bytes_(control_bytes(ranks, counters)), cells_(std::move(cells)), own_(std::move(own)),
+      own_address_(cells_ != nullptr ? cells_->device_address() : own_->address()), peers_(std::move(peers)),
       table_(kRecords), records_(device_, kRecords * 4), snapshot_(device_, bytes_), image_(device_, bytes_),
       reader_(device, kMostUrgent), read_done_(device_) {
   if (peers_.size() != ranks_)
@@ -59,7 +73,7 @@ Control::Control(int64_t device, int64_t ranks, int64_t rank, int64_t counters, 
       throw std::invalid_argument(whose + " mapping has " + std::to_string(m.bytes()) + " bytes; " +
                                   std::to_string(bytes_) + " are needed");
   };
-  fits(*own_, "the own");
+  if (own_ != nullptr) fits(*own_, "the own");
   for (size_t r = 0; r < peers_.size(); ++r)
     if (peers_[r] != nullptr) fits(*peers_[r], "rank " + std::to_string(r) + "'s");
   ledger_.totals.assign(size_t{counters_} * ranks_, 0);
@@ -67,7 +81,7 @@ Control::Control(int64_t device, int64_t ranks, int64_t rank, int64_t counters, 
   // Made now: making one may wait for the device.
   for (const int64_t priority : {kMostUrgent, int64_t{0}})
     release_streams_.push_back(std::make_unique<Stream>(device, priority));
-  zero_own();
+  if (cells_ == nullptr) zero_own();  // a new page of the host's is zero
 }
 
 Control::~Control() {
@@ -75,6 +89,7 @@ Control::~Control() {
   std::lock_guard<std::mutex> hold(records_lock_);
   retire(true);
   if (!under_way_.empty()) records_.keep_for_good();
+  if (!under_way_.empty() && cells_ != nullptr) cells_->keep_for_good();
   try {
     if (read_pending_ && !read_done_.done()) snapshot_.keep_for_good();
   } catch (const std::exception&) {
@@ -85,7 +100,7 @@ Control::~Control() {
 
 void Control::zero_own() {
   const Current current(device_);
-  check(api().MemsetD8Async(own_->address(), 0, bytes_, reader_.handle()), "cuMemsetD8Async");
+  check(api().MemsetD8Async(own_address_, 0, bytes_, reader_.handle()), "cuMemsetD8Async");
   read_done_.record(reader_.handle());
   if (!read_done_.wait(now_ns() + kZeroNs))
     throw OsError(ETIMEDOUT, "device " + std::to_string(device_.ordinal()) + " did not zero the counters within " +
@@ -175,8 +190,9 @@ std::vector<OverdueWait> Control::overdue(double seconds) {
   if (!read_cells()) return found;
   std::vector<OverdueWait> blocked;
   for (OverdueWait& w : found) {
-    const uint64_t cell = (uint64_t{w.wait.counter} * ranks_ + w.wait.writer) * kCellBytes;
-    const uint32_t seen = snapshot_.words()[cell / 4];
+    const uint64_t at = place(w.wait.counter, w.wait.writer) / 4;
+    const uint32_t seen =
+        cells_ != nullptr ? __atomic_load_n(cells_->words() + at, __ATOMIC_ACQUIRE) : snapshot_.words()[at];
     if (reached(seen, w.wait.expected)) continue;  // another wait of the same run holds it up
     w.seen = seen;
     blocked.push_back(w);
@@ -184,11 +200,28 @@ std::vector<OverdueWait> Control::overdue(double seconds) {
   return blocked;
 }
 
+uint32_t* Control::host_cell(int64_t counter, int64_t writer) const {
+  if (cells_ == nullptr) throw std::invalid_argument("the cells of this control are not in host memory");
+  return cells_->words() + place(in_range("counter", counter, 0, int64_t{counters_} - 1),
+                                 in_range("writer", writer, 0, int64_t{ranks_} - 1)) / 4;
+}
+
+void Control::deliver(int64_t counter, int64_t writer, uint32_t total) {
+  uint32_t* const cell = host_cell(counter, writer);
+  std::lock_guard<std::mutex> hold(side_lock_);
+  if (!released()) __atomic_store_n(cell, total, __ATOMIC_RELEASE);
+}
+
+bool Control::delivered(int64_t counter, int64_t writer, uint32_t total, double seconds) const {
+  return word_comes_to(host_cell(counter, writer), total, seconds);
+}
+
 bool Control::read_cells() {
+  if (cells_ != nullptr) return true;  // they are looked at where they are
   const Current current(device_);
   if (read_pending_ && !read_done_.done()) return false;  // an earlier copy hangs and owns the page
   read_pending_ = true;
-  check(api().MemcpyDtoHAsync(snapshot_.words(), own_->address(), bytes_, reader_.handle()), "cuMemcpyDtoHAsync");
+  check(api().MemcpyDtoHAsync(snapshot_.words(), own_address_, bytes_, reader_.handle()), "cuMemcpyDtoHAsync");
   read_done_.record(reader_.handle());
   if (!read_done_.wait(now_ns() + kReadNs)) return false;
   read_pending_ = false;
@@ -203,6 +236,11 @@ bool Control::release() {
     for (size_t i = 0; i < ledger_.totals.size(); ++i)
       image_.words()[i * (kCellBytes / 4)] = ledger_.totals[i] + kAhead;
   }
+  if (cells_ != nullptr) {
+    for (size_t i = 0; i < bytes_ / 4; ++i)
+      __atomic_store_n(cells_->words() + i, image_.words()[i], __ATOMIC_RELEASE);
+    return true;
+  }
   image_pending_ = true;
   // Streams share a limited number of hardware queues, and a blocked wait blocks its queue: if one stream of
   // ours does not come through, another may.
@@ -211,7 +249,7 @@ bool Control::release() {
       release_streams_.push_back(std::make_unique<Stream>(device_.ordinal(), i % 2 == 0 ? kMostUrgent : 0));
     const Current current(device_);
     const StreamHandle stream = release_streams_[i]->handle();
-    check(api().MemcpyHtoDAsync(own_->address(), image_.words(), bytes_, stream), "cuMemcpyHtoDAsync");
+    check(api().MemcpyHtoDAsync(own_address_, image_.words(), bytes_, stream), "cuMemcpyHtoDAsync");
     Event done(device_);
     done.record(stream);
     if (!done.wait(now_ns() + kReleaseTryNs)) continue;

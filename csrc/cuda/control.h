@@ -46,6 +46,8 @@ class Control {
   // Zeroes the own cells. Peers may be null where nothing is ever sent; the own entry is not used.
   Control(int64_t device, int64_t ranks, int64_t rank, int64_t counters, std::shared_ptr<Mapping> own,
           std::vector<std::shared_ptr<Mapping>> peers);
+  // With cells in host memory instead, which threads of this process store into (deliver()), without the driver.
+  Control(int64_t device, int64_t ranks, int64_t rank, int64_t counters);
   ~Control();
   Control(const Control&) = delete;
   Control& operator=(const Control&) = delete;
@@ -59,9 +61,13 @@ class Control {
 
   // Address of cell (counter, writer) in the reader's memory.
   DevicePtr cell(uint32_t reader, uint32_t counter, uint32_t writer) const {
-    const Mapping& m = reader == rank_ ? *own_ : *peers_[reader];
-    return m.address() + (uint64_t{counter} * ranks_ + writer) * kCellBytes;
+    return (reader == rank_ ? own_address_ : peers_[reader]->address()) + place(counter, writer);
   }
+
+  // Of a control whose cells are in host memory: the writer's cell has come to `total`. Nothing once it is released.
+  void deliver(int64_t counter, int64_t writer, uint32_t total);
+  // Whether it has; waits for it for so long.
+  bool delivered(int64_t counter, int64_t writer, uint32_t total, double seconds) const;
 
   // Same books as the CPU arena's: totals of every (counter, writer) over all calls begun.
   Arena::Ledger& ledger() { return ledger_; }
@@ -97,6 +103,12 @@ class Control {
     std::vector<Wait> waits;
   };
 
+  Control(int64_t device, int64_t ranks, int64_t rank, int64_t counters, std::unique_ptr<HostPage> cells,
+          std::shared_ptr<Mapping> own, std::vector<std::shared_ptr<Mapping>> peers);
+  uint64_t place(uint32_t counter, uint32_t writer) const {
+    return (uint64_t{counter} * ranks_ + writer) * kCellBytes;
+  }
+  uint32_t* host_cell(int64_t counter, int64_t writer) const;
   void zero_own();
   void watch(double seconds);
   void stop_watching();
@@ -110,7 +122,9 @@ class Control {
   Device& device_;
   uint32_t ranks_, rank_, counters_;
   uint64_t id_, bytes_;
-  std::shared_ptr<Mapping> own_;
+  std::unique_ptr<HostPage> cells_;  // where the own cells are in host memory
+  std::shared_ptr<Mapping> own_;     // else
+  DevicePtr own_address_ = 0;
   std::vector<std::shared_ptr<Mapping>> peers_;
   Arena::Ledger ledger_;
   std::atomic<bool> released_{false};

@@ -17,6 +17,7 @@
 
 #include "../tensor.h"
 #include "control.h"
+#include "host_memory.h"
 #include "memory.h"
 #include "multimem_module.h"
 #include "program.h"
@@ -162,6 +163,14 @@ void bind_memory(nb::module_& m) {
       .def(nb::init<int64_t, int64_t>(), "device"_a, "priority"_a, Released())
       .def_prop_ro("device", &Stream::device)
       .def_prop_ro("handle", &Stream::number);
+  nb::class_<HostMemory>(m, "HostMemory")
+      .def(nb::init<int64_t, int64_t, int64_t>(), "device"_a, "bytes"_a, "marks"_a = 0, Released())
+      .def_prop_ro("address", &HostMemory::address)
+      .def_prop_ro("bytes", &HostMemory::bytes)
+      .def("fetch", &HostMemory::fetch, "offset"_a, "source"_a, "bytes"_a, "stream"_a, Released())
+      .def("store", &HostMemory::store, "target"_a, "offset"_a, "bytes"_a, "stream"_a, Released())
+      .def("mark", &HostMemory::mark, "index"_a, "value"_a, "stream"_a, Released())
+      .def("marked", &HostMemory::marked, "index"_a, "value"_a, "seconds"_a, Released());
   m.def("be_patient", &be_patient, "seconds"_a);
   m.def("settle", [](int64_t device, double seconds) {
     if (!(seconds >= 0)) throw std::invalid_argument("seconds is " + std::to_string(seconds) + "; allowed: 0 and more");
@@ -195,6 +204,15 @@ void bind_control(nb::module_& m) {
         new (self) ControlHandle{
             std::make_shared<Control>(device, ranks, rank, counters, own.it, std::move(maps))};
       }, "device"_a, "ranks"_a, "rank"_a, "counters"_a, "own"_a, "peers"_a)
+      .def_static("in_host_memory", [](int64_t device, int64_t ranks, int64_t rank, int64_t counters) {
+        return ControlHandle{std::make_shared<Control>(device, ranks, rank, counters)};
+      }, "device"_a, "ranks"_a, "rank"_a, "counters"_a, Released())
+      .def("deliver", [](const ControlHandle& c, int64_t counter, int64_t writer, uint32_t total) {
+        c.it->deliver(counter, writer, total);
+      }, "counter"_a, "writer"_a, "total"_a)
+      .def("delivered", [](const ControlHandle& c, int64_t counter, int64_t writer, uint32_t total, double seconds) {
+        return c.it->delivered(counter, writer, total, seconds);
+      }, "counter"_a, "writer"_a, "total"_a, "seconds"_a, Released())
       .def_prop_ro("device", [](const ControlHandle& c) { return c.it->device().ordinal(); })
       .def_prop_ro("ranks", [](const ControlHandle& c) { return c.it->ranks(); })
       .def_prop_ro("rank", [](const ControlHandle& c) { return c.it->rank(); })

@@ -95,24 +95,24 @@ class CudaGroup:
 
     log: list[str] = []  # noqa: RUF012 - one log of the process
 
-    def __init__(self, engine, name, layout, home, chunk_bytes, kernels, sum_ctas):
-        self.name, self.layout, self._next, self._casts = name, layout, "occupy", False
-        window = types.SimpleNamespace(tensor=lambda at, n, dtype: torch.zeros(n, dtype=getattr(torch, dtype)))
-        self.landing = types.SimpleNamespace(window=window)
+    def __init__(self, engine, name, layout, home, chunk_bytes, kernels, sum_ctas, *, shard_items):
+        assert len(shard_items) == len(layout.params)
+        self.name, self.layout, self._next = name, layout, "occupy"
+        self.sends_from_shards = all(
+            item.size == p.itemsize for item, p in zip(shard_items, layout.params, strict=True)
+        )
 
     def occupy(self):
         self._step("occupy", "open")
         return object()
 
-    def prepare_casts(self):
-        self._casts = True
+    def open(self, slot, shards):
+        assert len(shards) == len(self.layout.params)
+        self._step("open", "send")
 
-    def open(self, slot, stream, shards=()):
-        assert not shards or (self._casts and len(shards) == len(self.layout.params))
-        self._step("open", "send", stream)
-
-    def send(self, stream):
-        self._step("send", "complete", stream)
+    def send(self, own, copy):
+        assert (own != copy) == self.sends_from_shards
+        self._step("send", "complete", copy)
 
     def complete(self, stream):
         self._step("complete", "vacate", stream)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from tide_strategies.cli import main as command
 from tide_strategies.cli.bench.interference import jobs as interference_jobs
-from tide_strategies.cli.bench.kernels import KernelActivity, activity_of
+from tide_strategies.cli.bench.interference_work import launches_of
+from tide_strategies.cli.bench.kernels import KernelActivity, activity_of, busy, overlap
 from tide_strategies.cli.bench.model import Block, block_batch, head_width, hidden_width
 from tide_strategies.cli.bench.probe import occupied
 from tide_strategies.cli.bench.rows import Column, header, heading, line, ratio
 from tide_strategies.cli.bench.step import chosen_variants, rows_of, tide_options
+from tide_strategies.cli.bench.step_trace import parts_of
 from tide_strategies.cli.bench.step_work import NO_EFFECT
 from tide_strategies.cli.bench.variants import (
     AUTO,
@@ -171,21 +176,91 @@ def test_tokens_divide_into_sequences():
         block_batch(33, 32, 8, torch.device("cpu"), 1)
 
 
-def test_kernels_of_a_trace_are_added_up():
-    def kernel(name, microseconds, *grid):
-        return {"cat": "kernel", "name": name, "dur": microseconds, "args": {"grid": list(grid)}}
+def _event(kind, name, begin, duration, *grid, stream=7):
+    return {"cat": kind, "name": name, "ts": begin, "dur": duration, "args": {"grid": list(grid), "stream": stream}}
 
-    events = [kernel("sum", 10, 16, 1, 1), kernel("sum", 30, 16, 1, 1), kernel("cast", 20, 100, 20, 1)]
-    events += [{"cat": "gpu_memcpy", "dur": 5}, {"cat": "cpu_op", "dur": 99}, {"ph": "M"}]
-    assert activity_of(events, 2, 132) == KernelActivity(1.5, 30.0, 2000, (40 * 16 + 20 * 132) / 2, "sum", 0.5)
-    assert activity_of(events[3:4], 1, 132) == KernelActivity(0.0, 0.0, 0, 0.0, "", 1.0)
-    assert activity_of([], 1, 132) == "the profiler recorded no GPU activity"
+
+def _kernel(name, begin, duration, *grid, stream=7):
+    return _event("kernel", name, begin, duration, *grid, stream=stream)
+
+
+def test_kernels_and_copies_of_a_trace_are_added_up():
+    def call(at):
+        """30 us: a copy of 10, beside it for 4 a sum of 16 thread blocks, 6 of nothing, a cast of 6, 4 of nothing."""
+        return [
+            _event("gpu_memcpy", "Memcpy PtoP", at, 10),
+            _kernel("sum", at + 6, 8, 16, 1, 1),
+            _kernel("cast", at + 20, 6, 100, 20, 1),
+        ]
+
+    events = [_kernel("spin_kernel", 0, 50, 1), *call(60), *call(90), *call(120)]
+    assert activity_of(events, 2, 132) == KernelActivity(2.0, 14.0, 2000, 8 * 16 + 6 * 132, "sum", 1.0, 10.0, 10.0)
+    copies = [_event("gpu_memcpy", "Memcpy PtoP", at, 5) for at in (0, 7)]
+    assert activity_of(copies, 1, 132) == KernelActivity(0.0, 0.0, 0, 0.0, "", 1.0, 5.0, 2.0)
+
+
+def test_time_under_way_is_counted_once():
+    events = [_kernel("a", 0, 10), _kernel("b", 2, 3), _kernel("c", 8, 4), _kernel("d", 20, 1)]
+    assert busy(events) == 13
+    assert overlap(_kernel("x", 9, 12), events) == 4
+    assert overlap(_kernel("x", 12, 8), events) == 0
+
+
+def test_launches_beside_kernels_are_told_from_those_beside_copies_alone():
+    quiet = [_kernel("gemm", at, 100) for at in (0, 100)]
+    beside = [
+        _event("gpu_memcpy", "Memcpy PtoP", 0, 290),
+        _kernel("gemm", 0, 104),
+        _kernel("gemm", 110, 130),
+        _kernel("sum", 120, 20, stream=9),
+        _kernel("gemm", 250, 100),  # ends after the copies: nobody was beside it to its end
+    ]
+    assert launches_of("gemm", quiet, beside) == {"kernel_us": 10.0, "apart_percent": pytest.approx(4.0)}
+    assert launches_of("gemm", quiet, quiet) == {"kernel_us": None, "apart_percent": None}
+
+
+def test_a_traced_step_is_cut_into_its_parts():
+    def step(at):
+        mark = _kernel("spin_kernel", at, 2, 1)
+        own = [_kernel("a", at + 12, 10), _kernel("b", at + 25, 10), _kernel("c", at + 65, 5)]
+        return [mark, *own[:1], _kernel("cast", at + 20, 9, stream=9), *own[1:], _kernel("spin_kernel", at + 77, 2, 1)]
+
+    events = [e for at in (0, 100, 200, 300) for e in (*step(at), _kernel("adam", at + 90, 5))]
+    assert parts_of(events) == {
+        "lead_ms": 0.010,
+        "kernels_ms": 0.025,
+        "gaps_ms": 0.033,
+        "long_gaps_ms": 0.030,
+        "tail_ms": 0.007,
+    }
+    assert parts_of(events[:-2]) == "the trace has 7 marks"
+    assert parts_of([e for e in events if e["name"] == "spin_kernel"]) == "the trace has a step without kernels"
 
 
 @pytest.mark.parametrize("sms", [78, 108, 114, 131, 132, 144, 148])
 def test_the_one_wave_gemm_has_a_tile_for_every_sm(sms):
     m, n, _ = one_wave_shape(sms)
     assert (m // 128) * (n // 256) == sms
+
+
+_MULTIPLY = """
+import torch
+from tide_strategies.cli.bench.gemm_kernel import multiply
+# Not bf16, which the interpreter does not multiply.
+a, b = torch.randint(-2, 3, (32, 48)).half(), torch.randint(-1, 2, (64, 48)).half()
+out = torch.zeros(32, 64, dtype=torch.half)
+multiply[(2 * 2,)](a, b, out, 64, 48, 16, 32, 16)
+assert torch.equal(out, (a.float() @ b.float().t()).half())
+"""
+
+
+def test_the_many_wave_gemm_multiplies():
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    ran = subprocess.run([sys.executable, "-c", _MULTIPLY], env=environment, capture_output=True, text=True, timeout=60)
+    if "only 0-dimensional arrays can be converted" in ran.stderr:
+        pytest.skip("this Triton's interpreter does not work with this numpy (2.4 or later)")
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_the_probe_finds_the_sms_that_kept_a_thread_block_out():
@@ -207,9 +282,10 @@ def test_interference_has_a_job_per_victim_and_the_probe():
     assert [j.label for j in interference_jobs(options, "cuda")] == [
         "one-wave GEMM",
         "many-wave GEMM",
+        "persistent GEMM",
         "elementwise",
         "SM-id probe",
     ]
     options.no_probe = True
-    assert len(interference_jobs(options, "cuda")) == 3
+    assert len(interference_jobs(options, "cuda")) == 4
     assert math.isclose(interference_jobs(options, "cuda")[0].arguments["collectives"]["shard_bytes"], 2**25)

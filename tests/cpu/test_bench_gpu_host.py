@@ -32,7 +32,7 @@ def _measure(rank, world, arg):
     pairs_cuda.sum_kernels = lambda device: None
     pairs_cuda.cuda = types.SimpleNamespace(order=cuda_stand_in.order)
     pairs_cuda._pushes = lambda place, nbytes: lambda: None
-    victims._MANY_WAVES, victims._ELEMENTWISE_BYTES = (64, 64, 64), 2**16
+    victims._LARGE, victims._ELEMENTWISE_BYTES = (64, 64, 64), 2**16
     probe = types.ModuleType("tide_strategies.cli.bench.probe_kernel")
     sys.modules[probe.__name__] = probe
 
@@ -46,6 +46,20 @@ def _measure(rank, world, arg):
             return launch
 
     probe.note_sm = Kernel()
+    gemm = types.ModuleType("tide_strategies.cli.bench.gemm_kernel")
+    sys.modules[gemm.__name__] = gemm
+    gemm.TILE_M, gemm.TILE_N, gemm.TILE_K, gemm.WARPS, gemm.STAGES = 32, 32, 16, 4, 2
+
+    class Gemm:
+        def __getitem__(self, grid):
+            def launch(a, b, out, n, k, *tiles, num_warps, num_stages):
+                assert grid == (4,)
+                assert (n, k, *tiles) == (64, 64, 32, 32, 16)
+                out.copy_(a @ b.t())
+
+            return launch
+
+    gemm.multiply = Gemm()
     names = ("all_gather", "all_gather_cast", "reduce_scatter")
     found = {
         "collectives": [r for n in names for r in collectives.measure(place, n, 2**18, 5, 3, TUNING)],
@@ -67,6 +81,7 @@ def _measure(rank, world, arg):
                 steps=3,
                 optimizer=False,
                 options={},
+                trace=True,
             )
         ),
     }
@@ -109,8 +124,8 @@ def test_rows_of_collectives_are_complete(ranks):
 
 def test_rows_of_victims_are_complete(ranks):
     rows = ranks[0]["rows"]["victims"]
-    beside = ["ours all-gather", "stock all-gather", "ours reduce-scatter", "stock reduce-scatter"]
-    assert [r["beside"] for r in rows] == 3 * beside
+    beside = ["ours all-gather", "stock all-gather", "ours reduce-scatter", "stock reduce-scatter", "raw copies"]
+    assert [r["beside"] for r in rows] == 4 * beside
     for row in rows:
         assert row["slowdown_percent"] == pytest.approx(100 * (row["beside_ms"] / row["alone_ms"] - 1))
         assert row["covered_percent"] == 100, "collectives are enqueued last, and here run as they are enqueued"
@@ -145,3 +160,4 @@ def test_rows_of_steps_have_host_time_and_memory(ranks):
         assert row["allocated_gib"] == 3
         assert row["device_gib"] == 0
         assert row["arena_gib"] is None
+        assert [n for n in row["notes"] if "no trace: the profiler" in n], "there is no GPU to record"

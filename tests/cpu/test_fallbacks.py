@@ -285,11 +285,14 @@ def _run_four(rank: int, world: int, folder: Path) -> dict[str, Any]:
     if HAS_LIGHTNING:
         import lightning_experts
         import lightning_hsdp
+        import lightning_nodes
 
         lightning_experts.with_four_ranks(folder)
         results["expert subgroups"] = True
         lightning_hsdp.with_four_ranks()
         results["HSDP"] = True
+        lightning_nodes.with_four_ranks()
+        results["nodes"] = True
     return results
 
 
@@ -306,6 +309,11 @@ def test_experts_in_two_parts_of_two_ranks_each_run_on_tide(four_ranks: list[dic
 @pytest.mark.skipif(not HAS_LIGHTNING, reason="needs lightning")
 def test_two_replicas_of_two_ranks_each_run_on_tide_in_lightning(four_ranks: list[dict[str, Any]]) -> None:
     assert [r["HSDP"] for r in four_ranks] == [True] * 4
+
+
+@pytest.mark.skipif(not HAS_LIGHTNING, reason="needs lightning")
+def test_two_virtual_nodes_of_two_ranks_train_as_stock_in_lightning(four_ranks: list[dict[str, Any]]) -> None:
+    assert [r["nodes"] for r in four_ranks] == [True] * 4
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)
@@ -532,6 +540,7 @@ def test_every_code_that_a_cpu_can_provoke_is_provoked_here() -> None:
     provoked |= {"TIDE-F026", "TIDE-F027"}  # test_calibration.py; test_rails.py, which has hosts
     # tests/unit/test_eligibility.py has F009, F011 (FSDP2 makes no group without parameters) and F016 to F018;
     # tests/unit/test_rail_parts.py has F023; F102 and F103 are the guards' own (tests/unit/test_guards.py) and take
-    # the path that F101 takes here; F029 is of rails between GPUs (tests/unit/test_native_nccl.py).
-    elsewhere = ("F009", "F011", "F016", "F017", "F018", "F023", "F029", "F102", "F103")
+    # the path that F101 takes here; F029 and F032 are of rails between GPUs (tests/unit/test_native_nccl.py,
+    # tests/unit/test_connect_gpu.py).
+    elsewhere = ("F009", "F011", "F016", "F017", "F018", "F023", "F029", "F032", "F102", "F103")
     assert FALLBACKS.keys() - provoked == {f"TIDE-{code}" for code in elsewhere}

@@ -77,6 +77,8 @@ class MessageRail:
     reaches what is registered on all ranks, which the engine does not.
     """
 
+    fetches = False
+
     def __init__(self, exchange, rank, topology, device, timeout_s, book):
         counters = book.counters
         self.exchange, self.rank, self.device, self.registered = exchange, rank, device, {}
@@ -110,14 +112,17 @@ class MessageRail:
         tell = program([[NOTIFY, 0, 1, peer]], n_counters=1, advance=[(0, self.rank, 1)])
         self._run(tell, [], [counter], stream)
 
-    def take(self, writer, counter, count, stream):
+    def take(self, writer, counter, count, stream, parts=()):
         wait_for = program([[AWAIT, 0, writer, count]], n_counters=1, advance=[(0, writer, count)])
         self._run(wait_for, [], [counter], stream)
+
+    def arrive(self, arrivals):
+        assert not arrivals, "there is nothing to wait for on the host"
 
     def check(self):
         assert not self.control.overdue(60.0)
 
-    def stop(self):
+    def stop(self, why=""):
         self.control.release()
 
     def close(self):
@@ -144,6 +149,7 @@ class Rank:
         connect=None,
         multicast=False,
         plan=None,
+        host_ranks=0,
     ):
         self.rank, self.topology, self.device = rank, topology, device
         shapes = layouts(topology.ranks)
@@ -161,6 +167,7 @@ class Rank:
             timeout_s=timeout_s,
             rail=self.rail,
             multicast=multicast,
+            host_ranks=host_ranks,
         )
         if isinstance(self.rail, MessageRail):
             self.rail.reach(self.engine)
@@ -176,27 +183,23 @@ class Rank:
     def stream(self, name):
         return self.streams[name].handle
 
-    def cast(self, group, shards):
-        """What torch's kernels do: padded shards, on the cast stream, to where the group sends them from."""
-        holder, offsets = group.own_shards()
-        source = memory(sum(s.nbytes + 16 for s in shards) + 16, self.device)
-        at, ops = 0, []
-        for shard, offset in zip(shards, offsets, strict=True):
-            array(source, np.uint16, at, shard.size)[:] = shard
-            ops.append([COPY, 0, at, 1, offset, 1, shard.nbytes, 0, 0, RAW, RAW])
-            at += -(-shard.nbytes // 16) * 16
-        copies = program([op for op in ops if op[6]], n_bases=2)
-        copies.begin(self.alone, [source.address, holder.address], [], 0, 1.0).enqueue(0, self.stream("cast"))
-        self.keep.append((source, copies))
+    def placed(self, arrays):
+        """Addresses of copies in device memory, which is kept until everything has run."""
+        source = memory(sum(a.nbytes + 16 for a in arrays) + 16, self.device)
+        at, addresses = 0, []
+        for a in arrays:
+            array(source, np.uint16, at, a.size)[:] = a.ravel()
+            addresses.append(source.address + at)
+            at += -(-a.nbytes // 16) * 16
+        self.keep.append(source)
+        return addresses
 
     def gather(self, group, shards):
         slot = group.occupy()
-        group.open(slot, self.stream("cast"))
-        # The own landing is written first by the cast, else by the stream that places.
-        self.cast(group, shards)
-        group.send(self.stream("cast"), self.stream("rail"), self.stream("place"))
-        last = "place" if group.staged else "cast"
-        cuda.order(self.stream(last), self.stream("completion"))
+        group.open(slot, self.placed(shards))
+        group.send(self.stream("cast"), self.stream("place"), self.stream("rail"))
+        for name in ("cast", "place"):
+            cuda.order(self.stream(name), self.stream("completion"))
         group.complete(self.stream("completion"))
 
     def vacate(self, group):
@@ -205,16 +208,10 @@ class Rank:
         group.vacate(self.stream("readiness"))
 
     def reduce(self, group, gradients, output, out_item, divisor):
-        source = memory(sum(g.nbytes + 16 for g in gradients), self.device)
-        at, addresses = 0, []
-        for g in gradients:
-            array(source, np.uint16, at, g.size)[:] = g.ravel()
-            addresses.append(source.address + at)
-            at += -(-g.nbytes // 16) * 16
+        addresses = self.placed(gradients)
         which = tuple(range(len(gradients)))
         streams = [self.stream(name) for name in ("push", "sum", "network")]
         group.reduce_scatter(which, Item.BF16, out_item, addresses, output.address, divisor, streams)
-        self.keep.append(source)
 
     def finish(self):
         until(lambda: self.engine.control.outstanding() == 0, 40)
@@ -357,10 +354,11 @@ def nodes_may_be_connected_by_a_rail():
 TIMEOUT_S = {"killed": 15.0, "stalled": 1.5}
 
 
-def _lost(rank, exchange, how, folder):
+def lost(rank, exchange, how, folder, connect=None, host_ranks=0):
     """Reduce again and again until rank 3 stops; what the watchdog says on this rank, and after how long."""
     autopsy.write_to(folder)
-    here = Rank(rank, exchange, Topology(2, 2), 0, chunk_bytes=256, timeout_s=TIMEOUT_S[how])
+    common = {"chunk_bytes": 256, "timeout_s": TIMEOUT_S[how], "connect": connect, "host_ranks": host_ranks}
+    here = Rank(rank, exchange, Topology(2, 2), 0, **common)
     here.engine.watchdog._main = 0  # the error rises where a call begins, and nowhere else
     group, rng = here.groups[0], np.random.default_rng(rank)
     output = memory(group.layout.output_items * 4)
@@ -382,7 +380,7 @@ def _lost(rank, exchange, how, folder):
             return type(error).__name__, str(error), took
         if turn > 2:
             time.sleep(0.05)
-        else:
+        elif connect is None:  # memory waits for the device, with the interpreter's lock, which a rail's threads need
             here.keep.clear()
     return "nothing", "", 0.0
 
@@ -401,7 +399,7 @@ def _first_cause(folder):
 @scenario
 def a_killed_rank_ends_the_ranks_of_every_node():
     with tempfile.TemporaryDirectory() as folder:
-        results = launch(4, _lost, "killed", folder)
+        results = launch(4, lost, "killed", folder)
         cause, wrote = _first_cause(folder)
     assert wrote == [0, 1, 2]
     assert cause.startswith("rank 3 (pid "), cause
@@ -417,7 +415,7 @@ def a_killed_rank_ends_the_ranks_of_every_node():
 @scenario
 def a_stalled_rank_ends_them_too():
     with tempfile.TemporaryDirectory() as folder:
-        found = values(launch(4, _lost, "stalled", folder))[:3]
+        found = values(launch(4, lost, "stalled", folder))[:3]
         cause, wrote = _first_cause(folder)
     assert wrote == [0, 1, 2, 3]
     assert cause.startswith("rank 3 (pid "), cause

@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 from nodes_scenarios import FakeKernels, MessageRail, bf16
 from ranks import launch, values
-from stage import COPY, MIB, RAW, array, fake, memory, play, program, raises, scenario, until
+from stage import COPY, MIB, RAW, array, calls, fake, memory, play, program, raises, scenario, until
 
 from tide_strategies._native import cuda
-from tide_strategies.collectives.schedule import Item
+from tide_strategies.collectives.schedule import Item, Space
 from tide_strategies.fsdp2.cuda_path import CudaLanding, CudaPath, CudaStreams
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.runtime.calls import CallBook
@@ -90,7 +91,6 @@ class Torch:
     current: Stream
     control: cuda.Control
     copies: list = []  # noqa: RUF012 - programs of a process
-    casts = 0  # copies from one element type to another, which the fake driver cannot make
 
     @classmethod
     def install(cls, device):
@@ -114,15 +114,27 @@ class Torch:
         ops, bases = [], []
         for target, source in zip(targets, sources, strict=True):
             assert target.items == source.items
-            if source.dtype is not target.dtype:
-                cls.casts += 1
-            elif source.items:
+            assert source.dtype is target.dtype, "torch is not asked to cast"
+            if source.items:
                 n = len(bases)
                 ops.append([COPY, n, 0, n + 1, 0, 1, source.items * source.dtype.itemsize, 0, 0, RAW, RAW])
                 bases += [source.data_ptr(), target.data_ptr()]
         copies = program(ops, n_bases=len(bases))
         copies.begin(cls.control, bases, [], 0, 1.0).enqueue(0, cls.current.cuda_stream)
         cls.copies.append(copies)
+
+
+class NotedKernels(FakeKernels):
+    """Notes for which casts it has been asked for a kernel: (source, result, whether for aligned addresses)."""
+
+    def __init__(self):
+        super().__init__()
+        self.casts = []
+
+    def sum(self, staged, pointers, grad, output, aligned):
+        if staged == 0:
+            self.casts.append((grad, output, aligned))
+        return super().sum(staged, pointers, grad, output, aligned)
 
 
 class Trainer:
@@ -138,26 +150,26 @@ class Trainer:
         rail = None if connect is None else connect(exchange, rank, topology, device, 10.0, CallBook(topology, 3))
         common = {"slots": 3, "memory": needed, "timeout_s": 10.0, "rail": rail}
         self.engine = CudaEngine(exchange, rank, topology, device, **common)
-        if rail is not None:
+        if isinstance(rail, MessageRail):
             rail.reach(self.engine)
         ring = SlotRing(lambda: self.engine.add_slot(self.layout.landing_bytes, "ring"), 2)
         streams, self.paths, self.landings = CudaStreams(Torch.device), [], []
+        kernels = self.kernels = NotedKernels()
         for i in range(GROUPS):
-            group = CudaGroup(
-                self.engine, f"group {i}", self.layout, ring, CHUNK, FakeKernels(), 4, slot_reuse=slot_reuse
-            )
-            holder, offsets = group.own_shards()
-            own = [Buffer(holder, at, self.layout.shard_items(p)) for p, at in enumerate(offsets)]
+            items = [Item.RAW2 if masters is None else Item.F32] * len(SHAPES)
+            common = {"shard_items": items, "slot_reuse": slot_reuse}
+            group = CudaGroup(self.engine, f"group {i}", self.layout, ring, CHUNK, kernels, 4, **common)
             window = group.landing.window
             whole = [Buffer(window, self.layout.landing_base(p), self.layout.shard_items(p) * self.n) for p in range(3)]
-            if masters:
-                group.prepare_casts()
-            landing = CudaLanding(own, whole if slot_reuse else None)
-            self.paths.append(CudaPath(group, streams, landing))
+            group.prepare_all_gather()
+            self.paths.append(CudaPath(group, streams, CudaLanding(whole if slot_reuse else None)))
             self.landings.append(whole)
         self.compute, self.scatter = Torch.current, Stream(Torch.device)
         copy_in, gather = Stream(Torch.device), Stream(Torch.device)
         context = SimpleNamespace(get_all_gather_streams=lambda *_: (copy_in, gather))
+        #: As GatherAhead: the next all-gather before a network phase.
+        self.ahead, self.pending = topology.nodes > 1 and not slot_reuse, set()
+        self.pause = lambda where: None
         self.group = SimpleNamespace(comm_ctx=context, unshard_async_op=False, _training_state=None)
         self.shards = [[self.buffer(self.layout.shard_items(p), self.dtype) for p in range(3)] for _ in range(GROUPS)]
         self.garbage = [self.buffer(r * k) for r, k in SHAPES]
@@ -185,22 +197,34 @@ class Trainer:
         Torch.foreach_copy(into, [whole[: t.items] for whole, t in zip(self.landings[i], into, strict=True)])
         self.seen.append((i, step, into))
 
-    def train(self, step):
+    def gather(self, i):
+        """Unless that has been done."""
+        if i not in self.pending:
+            self.pending.add(i)
+            self.paths[i].all_gather(self.group, self.shards[i], None)
+
+    def wait(self, i):
+        self.pending.remove(i)
+        self.paths[i].wait()
+
+    def forward(self, step):
         for i, shards in enumerate(self.shards):  # the optimizer's work
             own = [self.padded(x, p).reshape(self.n, -1)[self.rank] for p, x in enumerate(parameters(i, step))]
             Torch.foreach_copy(shards, [self.filled(x, self.dtype) for x in own])
         for stream in self.group.comm_ctx.get_all_gather_streams():  # as FSDP2's root does
             stream.wait_stream(self.compute)
         for i, path in enumerate(self.paths):
-            path.all_gather(self.group, self.shards[i], None)
-            path.wait()
+            self.gather(i)
+            self.wait(i)
             self.look(i, step)
             path.vacate()
-        self.paths[-1].all_gather(self.group, self.shards[-1], None)
+
+    def backward(self, step):
+        self.gather(GROUPS - 1)
         for i in reversed(range(GROUPS)):
-            self.paths[i].wait()
+            self.wait(i)
             if i:  # backward prefetch
-                self.paths[i - 1].all_gather(self.group, self.shards[i - 1], None)
+                self.gather(i - 1)
             self.look(i, step)
             self.post_backward(i, step)
         while self.states:
@@ -213,6 +237,11 @@ class Trainer:
         Torch.foreach_copy(grads, [self.filled(x) for x in gradients(i, step, self.rank)])
         if not path.keeps_gradients:
             path.vacate()
+        if self.ahead and i >= 2:
+            self.pause("before the gather")
+            self.gather(i - 2)
+            path.network_after_rail()
+            self.pause("before the reduction")
         if self.states:  # FSDP2 keeps the inputs of one reduction
             self.reclaim()
         kept = path.keep_gradients((0, 1, 2), grads) if path.keeps_gradients else grads
@@ -262,47 +291,58 @@ def gradients(i, step, rank):
 def _steps(rank, exchange, shape, slot_reuse, masters=None, connect=None):
     trainer = Trainer(rank, exchange, Topology(*shape), slot_reuse, masters, connect)
     for step in range(STEPS):  # the host never waits
-        trainer.train(step)
+        trainer.forward(step)
+        trainer.backward(step)
     trainer.check()
-    assert Torch.casts == 0
+    wanted = set() if masters is None else {(Item.F32, Item.BF16, False)}
+    assert set(trainer.kernels.casts) == wanted
+    assert (calls("cuGraphLaunch") > 0) == (masters is None), "what is not cast, a graph brings to the own memory"
     return len(trainer.outputs)
 
 
-def _check(cases):
+def check_steps(cases):
     for shape, *how in cases:
         assert set(values(launch(shape[0] * shape[1], _steps, shape, *how))) == {GROUPS * STEPS}
 
 
 @scenario
 def steps_are_right():
-    _check([((1, 2), True), ((2, 1), False), ((2, 2), True)])
+    check_steps([((1, 2), True), ((2, 2), True)])
 
 
 @scenario
 def casts_of_masters_are_part_of_the_all_gather():
-    assert set(values(launch(3, _steps, (1, 3), False, True))) == {GROUPS * STEPS}
+    check_steps([((1, 3), False, True), ((2, 2), True, True), ((2, 1), False, True, MessageRail)])
 
 
-def _left_to_torch(rank, exchange, prepared):
-    trainer = Trainer(rank, exchange, Topology(1, 2), False, prepared)
+def _moved(rank, exchange):
+    SHAPES[2] = (16, 8)  # every length is one of whole vectors
+    trainer = Trainer(rank, exchange, Topology(1, 2), False, True)
     shards = trainer.shards[0]
-    if prepared:
-        trainer.paths[0].collectives._cast_aligned = True
-        shards[0] = Buffer(trainer.pool, shards[0].at + 4, shards[0].items, shards[0].dtype)
-    for stream in trainer.group.comm_ctx.get_all_gather_streams():
-        stream.wait_stream(trainer.compute)
-    trainer.paths[0].all_gather(trainer.group, shards, None)
-    trainer.paths[0].wait()
-    trainer.paths[0].vacate()
+    values = [np.arange(s.items, dtype=np.float32) + rank for s in shards]
+    found = []
+    room = trainer.buffer(shards[0].items + 1, torch.float32)
+    for off in (0, 4):
+        shards[0] = Buffer(trainer.pool, room.at + off, shards[0].items, torch.float32)
+        for shard, numbers in zip(shards, values, strict=True):
+            shard.numbers()[:] = numbers
+        trainer.paths[0].all_gather(trainer.group, shards, None)
+        trainer.paths[0].wait()
+        assert fake.fake_idle(Torch.device.index, 20_000)
+        exchange(b"landed")
+        for p, whole in enumerate(trainer.landings[0]):
+            want = np.concatenate([values[p] - rank + r for r in range(2)])
+            assert np.array_equal(whole.numbers(), bf16(want)), (off, p)
+        exchange(b"looked")
+        trainer.paths[0].vacate()
+        found.append(trainer.kernels.casts[-1][2])
     trainer.check()
-    return Torch.casts
+    return found
 
 
 @scenario
-def torch_casts_what_the_kernel_is_not_made_for():
-    """Without a kernel, and where a shard has moved to an address that an aligned one cannot read."""
-    for prepared in (False, True):
-        assert values(launch(2, _left_to_torch, prepared)) == [3, 3]
+def a_shard_that_moves_is_cast_by_a_kernel_that_can_read_it():
+    assert values(launch(2, _moved)) == [[True, False]] * 2
 
 
 def _on_the_default_stream(rank, exchange):
@@ -328,13 +368,62 @@ def nothing_is_left_out_for_being_on_the_default_stream():
 def steps_on_one_hardware_queue():
     """With a rail as well: NCCL, too, lets what it is given happen in that order."""
     os.environ["FAKE_CUDA_CONNECTIONS"] = "1"
-    _check([((1, 2), False), ((2, 2), False, None, MessageRail)])
+    check_steps([((1, 2), False), ((2, 2), False, None, MessageRail)])
 
 
 @scenario
 def steps_of_a_host_that_waits_for_its_device():
     os.environ["FAKE_CUDA_BLOCKING"] = "1"
-    _check([((1, 2), True), ((2, 1), False)])
+    check_steps([((1, 2), True), ((2, 1), False)])
+
+
+def _held(rank, exchange):
+    """Rank 0 goes on by itself: first to where the others have yet to gather, then to where they have yet to reduce."""
+    trainer = Trainer(rank, exchange, Topology(3, 1), False)
+    for path in trainer.paths:  # as at installation: later the host would wait for its device
+        path.collectives.prepare((0, 1, 2), Item.BF16, Item.F32)
+    inbox = array(trainer.engine.own(Space.INBOX, 0), np.uint8)
+
+    def gathered():
+        pairs = zip(trainer.landings[0], parameters(0, 0), strict=True)
+        return all(np.array_equal(whole[: p.size].numbers(), bf16(p.ravel())) for whole, p in pairs)
+
+    def pause(where):
+        if where == "before the gather":
+            before = inbox.copy()
+            exchange(b"all are here")
+            assert not gathered()
+            if rank:
+                exchange(b"rank 0 has given out its reduction")
+                assert np.array_equal(inbox, before), "a network phase has begun before the all-gather's rounds"
+        elif rank:
+            until(gathered)
+            exchange(b"all have gathered")
+
+    def reduce(i, step, then=trainer.post_backward):
+        then(i, step)
+        if i == GROUPS - 1 and step == 0 and not rank:
+            time.sleep(0.3)  # long enough for the network phase to begin, if it could
+            assert not gathered()
+            exchange(b"rank 0 has given out its reduction")
+            until(gathered)
+            assert trainer.engine.control.outstanding(), "the reduction waits for the others"
+            exchange(b"all have gathered")
+
+    trainer.pause, trainer.post_backward = pause, reduce
+    trainer.forward(0)
+    trainer.backward(0)
+    trainer.pause = lambda where: None
+    trainer.forward(1)
+    trainer.backward(1)
+    trainer.check()
+    return len(trainer.outputs)
+
+
+@scenario
+def an_all_gather_is_through_while_a_network_phase_is_held():
+    """Which does not begin before the all-gather's rounds are through, though its stream has nothing else to do."""
+    assert values(launch(3, _held)) == [GROUPS * STEPS] * 3
 
 
 if __name__ == "__main__":

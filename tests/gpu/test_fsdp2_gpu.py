@@ -9,7 +9,7 @@ import torch
 from cards import WITHOUT_NCCL, backend, stock_runs
 from harness import launch
 from models import BF16, Case
-from test_fsdp2_parity import CASES, compare
+from test_fsdp2_parity import CASES, compare, inference_before_training
 
 LEFT_OUT = {"compiled blocks"}
 SLOT_REUSE = {"reduce_scatter.mode": "slot_reuse"}
@@ -41,13 +41,21 @@ def _compare(rank: int, world: int, cases: list[Case]) -> dict[str, float]:
     return compare(rank, world, cases, device="cuda")
 
 
+def _everything(rank: int, world: int, _: None) -> tuple[dict[str, float], tuple[bool, bool]]:
+    return _compare(rank, world, GPU_CASES), inference_before_training(rank, world, "cuda")
+
+
 @pytest.fixture(scope="module")
-def two_gpus() -> dict[str, float]:
+def two_gpus() -> list[tuple[dict[str, float], tuple[bool, bool]]]:
     if not stock_runs():
         pytest.skip(WITHOUT_NCCL)
-    return launch(2, _compare, GPU_CASES, timeout=220, backend=backend())[0]
+    return launch(2, _everything, timeout=220, backend=backend())
 
 
 @pytest.mark.parametrize("name", [c.name for c in GPU_CASES])
 def test_two_gpus_are_bit_equal_to_stock(two_gpus, name: str) -> None:
-    assert two_gpus[name] == 0.0
+    assert two_gpus[0][0][name] == 0.0
+
+
+def test_inference_mode_before_training_works_where_stock_cannot(two_gpus) -> None:
+    assert [equal for _, equal in two_gpus] == [(True, True)] * 2

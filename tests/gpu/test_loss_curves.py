@@ -6,7 +6,7 @@ import torch
 from cards import backend, stock_runs
 from harness import launch
 from sharded_gpt import shard
-from staged import through_the_host
+from stock_in_order import add_in_our_order
 from test_fsdp2_gpu import deterministic
 
 from tide_strategies import apply_tide
@@ -25,7 +25,7 @@ def _curve(rank: int, world: int, run: str) -> list[float]:
         apply_tide(model, {"timeout_s": 60, "strict": True, "reduce_scatter.mode": run}) if run != "stock" else None
     )
     if handle is None and not stock_runs(world):
-        through_the_host(model)
+        add_in_our_order(model)
     windows = Windows(library_text()[0], STEPS * BATCH, SMALL.context, seed=rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []

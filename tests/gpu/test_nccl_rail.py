@@ -9,28 +9,23 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lost_peer
 import pytest
 import torch
 import torch.distributed as dist
 from cards import backend
 from harness import launch, launch_raw
-from models import BF16, Case, build, full_parameters, train
-from test_fsdp2_gpu import SLOT_REUSE, deterministic
+from rail_checks import HALF, MIB, PLACE, TRAINED, all_ready, out_of_order, train_over, wrong_bytes
 
-from tide_strategies import apply_tide
-from tide_strategies.collectives.schedule import Space
 from tide_strategies.runtime.cuda.nccl_domains import NcclArena, NcclDomains, missing_nccl
 from tide_strategies.runtime.cuda.nccl_rail import NcclRail
 from tide_strategies.runtime.exchange import process_group_exchange
 from tide_strategies.topology import Topology
 
-MIB = 1 << 20
-PLACE = (Space.LANDING, 0)
-HALF = 72 * MIB  # of the arena: sources, then landings
-SIZES = [16, 17, 4096, 65536 + 3, MIB, 16 * MIB, 64 * MIB]
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
@@ -61,8 +56,8 @@ def _work(rank: int, world: int, _: None) -> dict[str, Any]:
         "connecting_s": took,
         "multimem": domains.main.multimem,
         "reachable": arena.peer_address(1 - rank) is not None,
-        "wrong": _bytes(rank, rail, memory),
-        "out_of_order": _order(rank, rail, memory),
+        "wrong": wrong_bytes(rank, rail, memory),
+        "out_of_order": out_of_order(rank, rail, memory),
         "rates": _rates(rank, arena, rail),
     }
     rail.check()
@@ -72,70 +67,11 @@ def _work(rank: int, world: int, _: None) -> dict[str, Any]:
     return {**out, "closed": all(comm.closed for comm in (domains.main, *domains.rails))}
 
 
-def _pattern(rank: int, nbytes: int) -> torch.Tensor:
-    random = torch.Generator().manual_seed(1000 * rank + nbytes)
-    return torch.randint(0, 256, (nbytes,), generator=random, dtype=torch.uint8).cuda()
-
-
-def _all_ready() -> None:
-    torch.cuda.synchronize()
-    dist.barrier()
-
-
-def _bytes(rank: int, rail: NcclRail, memory: torch.Tensor) -> list[str]:
-    """Sizes whose bytes did not arrive, or with more than theirs written. One way at a time.
-
-    Both at once, each rank's put would come after its own wait: NCCL keeps the order of a communicator's operations.
-    """
-    wrong, send, receive = [], torch.cuda.Stream(), torch.cuda.Stream()
-    for turn, nbytes in enumerate(SIZES * 2):
-        counter, sender = turn % 4, turn // len(SIZES)
-        memory[:nbytes] = _pattern(rank, nbytes)
-        memory[HALF : HALF + nbytes + 64] = 0xEE
-        _all_ready()
-        if rank == sender:
-            rail.put(1 - rank, memory.data_ptr(), nbytes, *PLACE, HALF + 16, counter, send.cuda_stream)
-        else:
-            rail.take(sender, counter, 1, receive.cuda_stream)
-            with torch.cuda.stream(receive):  # what is there at that moment
-                got = memory[HALF : HALF + nbytes + 64].clone()
-        _all_ready()
-        if rank == sender:
-            continue
-        edges = bool((got[:16] == 0xEE).all()) and bool((got[nbytes + 16 :] == 0xEE).all())
-        if not (edges and torch.equal(got[16 : nbytes + 16], _pattern(sender, nbytes))):
-            wrong.append(f"{nbytes} bytes")
-    return wrong
-
-
-def _order(rank: int, rail: NcclRail, memory: torch.Tensor) -> list[int]:
-    """Puts for one counter that were not wholly there when their own signal was. All signals count alike."""
-    count, nbytes, wrong = 16, 4 * MIB, []
-    for sender in (0, 1):
-        for i in range(count):
-            memory[i * nbytes : (i + 1) * nbytes] = i + 1
-        memory[HALF : HALF + count * nbytes] = 0
-        _all_ready()
-        stream, ends = torch.cuda.Stream(), []
-        for i in range(count):
-            if rank == sender:
-                source = memory[i * nbytes :].data_ptr()
-                rail.put(1 - rank, source, nbytes, *PLACE, HALF + i * nbytes, 0, stream.cuda_stream)
-                continue
-            rail.take(sender, 0, 1, stream.cuda_stream)
-            with torch.cuda.stream(stream):
-                landed = memory[HALF + i * nbytes : HALF + (i + 1) * nbytes]
-                ends.append(torch.stack([landed.min(), landed.max()]))
-        _all_ready()
-        wrong += [i for i, e in enumerate(ends) if e.tolist() != [i + 1, i + 1]]
-    return wrong
-
-
 def _rates(rank: int, arena: NcclArena, rail: NcclRail) -> dict[int, tuple[float, float, float]]:
     """By size: GB/s of puts from rank 0 to 1, GB/s of copies to the peer's memory, microseconds of a call of put."""
     out, at = {}, arena.address
     for nbytes in (MIB, 16 * MIB, 64 * MIB):
-        _all_ready()
+        all_ready()
         if rank == 0:
             source = torch.empty(nbytes, dtype=torch.uint8, device="cuda:0")
             target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{1 % torch.cuda.device_count()}")
@@ -144,7 +80,7 @@ def _rates(rank: int, arena: NcclArena, rail: NcclRail) -> dict[int, tuple[float
             with torch.cuda.stream(stream):
                 copy, _ = _rate(stream, nbytes, lambda s, t=target, o=source: t.copy_(o, non_blocking=True))
             out[nbytes] = (put, copy, host)
-        _all_ready()
+        all_ready()
     return out
 
 
@@ -188,47 +124,11 @@ def test_rates_are_told(found, capsys) -> None:
 
 # --- training ----------------------------------------------------------------------------------------------------
 
-TRAINED = [
-    Case("fp32"),
-    Case("uneven rows in bf16", uneven=True, policy=BF16),
-    Case("bf16 reduction", policy={"param_dtype": torch.bfloat16}),
-    Case("slot reuse", policy=BF16, accumulate=2, config=SLOT_REUSE),
-    Case(
-        "everything cached",
-        policy=BF16,
-        accumulate=3,
-        config={"all_gather.cache": "microbatch", "all_gather.slots": 4},
-    ),
-]
-
-
-def _train(rank: int, world: int, arg: tuple[str, list[Case]]) -> dict[str, dict[str, Any]]:
-    """By case: whether losses and parameters are the same to the bit over both rails, and what each report says."""
-    topology, cases = arg
-    deterministic()
-    out: dict[str, dict[str, Any]] = {}
-    for case in cases:
-        results, placed = [], []
-        for rail in ("auto", "nccl_rma"):
-            model = build(case, world, device="cuda")
-            options = {"timeout_s": 30, "strict": True, "topology": topology, "rail": rail, **case.config}
-            handle = apply_tide(model, options)
-            losses = train(model, case, rank)
-            groups = handle.report().groups
-            placed.append({(g.path, g.topology, g.rail) for g in groups})
-            results.append((losses, full_parameters(model)))
-            torch.cuda.synchronize()
-            handle.close()
-        (losses, values), (railed, got) = results
-        equal = losses == railed and all(torch.equal(got[n], values[n]) for n in values)
-        out[case.name] = {"equal": equal, "losses": len(losses), "placed": placed}
-    return out
-
 
 @pytest.fixture(scope="module")
 def trained(found: list[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
     """After the tests of the rail itself: without it there is nothing to train over."""
-    return launch(2, _train, ("2x1", TRAINED), timeout=300, backend=backend())
+    return launch(2, train_over, ("nccl_rma", "2x1", TRAINED), timeout=300, backend=backend())
 
 
 @pytest.mark.parametrize("name", [c.name for c in TRAINED])
@@ -241,7 +141,7 @@ def test_training_over_nccls_rail_keeps_every_bit(trained, name: str) -> None:
 
 @pytest.mark.parametrize("topology", ["2x2", "4x1"])
 def test_several_ranks_a_card_train_over_it_too(found, topology: str) -> None:
-    results = launch_raw(4, _train, (topology, TRAINED[1:3]), timeout=200, backend="cpu:gloo,cuda:gloo")
+    results = launch_raw(4, train_over, ("nccl_rma", topology, TRAINED[1:3]), timeout=200, backend="cpu:gloo,cuda:gloo")
     words = [str(r.error) for r in results]
     if all(r.error_type == "TideFallbackError" and "TIDE-F029" in w for r, w in zip(results, words, strict=True)):
         pytest.skip(f"this NCCL does not connect several ranks of a card: {words[0].splitlines()[-1]}")
@@ -251,3 +151,8 @@ def test_several_ranks_a_card_train_over_it_too(found, topology: str) -> None:
             one = found_by_rank[case.name]
             assert one["placed"] == [{("tide", topology, "local")}, {("tide", topology, "nccl_rma")}]
             assert one["equal"]
+
+
+@pytest.mark.parametrize("how", ["stalled", "killed"])
+def test_a_lost_peer_ends_the_others_in_time(found, how: str, tmp_path: Path) -> None:
+    lost_peer.check(f"{how} 2x1 nccl_rma", tmp_path, backend(), torch.cuda.device_count())

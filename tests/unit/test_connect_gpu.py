@@ -13,6 +13,7 @@ from tide_strategies.config import TideConfig
 from tide_strategies.errors import TideArenaError, TideFallbackError
 from tide_strategies.fsdp2 import connect
 from tide_strategies.planner.knobs import Knobs
+from tide_strategies.runtime import hosts
 from tide_strategies.runtime.cuda import multicast, nccl_domains
 from tide_strategies.topology import Topology
 
@@ -26,6 +27,8 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def connect_devices(exchange: Any, ranks: Any, members: Any, config: Any, knobs: Any, placement: Any) -> str:
         seen.append(placement)
+        if placement.rail == "nccl_rma":
+            raise TideArenaError("rank 0: no host RMA", "TIDE-F029")
         if placement.multicast == "on" and "error" in config.debug.trace:
             raise TideArenaError("creating the multicast object failed")
         return "engine"
@@ -104,3 +107,29 @@ def test_a_rail_that_is_asked_for_and_missing_is_no_silent_other(
     assert attempts == []
     of(2, rail="auto")
     assert [(p.rail, p.multicast) for p in attempts] == [("local", "off (a node has one rank)")]
+
+
+@pytest.mark.parametrize("missing", [None, "no NCCL is loaded"])
+def test_what_nccl_does_not_connect_messages_do_and_the_user_is_told(
+    attempts: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: str | None
+) -> None:
+    """Whether it is known beforehand, or comes out when NCCL is asked. Who wants no such thing has an error."""
+    monkeypatch.setattr(nccl_domains, "missing_nccl", lambda: missing)
+    monkeypatch.setattr(connect, "stated_topology", lambda config, ranks: Topology(2, 1))
+    monkeypatch.setattr(hosts, "hosts_of", lambda identities: [[0], [1]])
+    tried = ["nccl_rma", "p2p"] if missing is None else ["p2p"]
+    why = "rank 0: no host RMA" if missing is None else "rank 0 (and 1 more): no NCCL is loaded"
+    with caplog.at_level(logging.WARNING, "tide_strategies"):
+        assert of(2) == ("engine", KNOBS)
+    assert [p.rail for p in attempts] == tried
+    (record,) = caplog.records
+    assert (
+        f"TIDE-F032 messages through the host connect the GPUs of different nodes, since NCCL does not: {why}; use"
+        in (record.getMessage())
+    )
+    assert f"(TIDE-F032): {why}" in attempts[-1].why
+    with pytest.raises(TideFallbackError, match="TIDE-F032"):
+        of(2, strict=True)
+    caplog.clear()
+    assert of(2, strict=True, rail="p2p") == ("engine", KNOBS)
+    assert (attempts[-1].rail, caplog.records) == ("p2p", [])

@@ -114,9 +114,14 @@ def test_reduce_scatters(shape: tuple[int, int], rounds: int, slot_reuse: bool, 
     run(topology, work)
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["FSDP2's order", "ahead"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
-def test_steps(shape: tuple[int, int]) -> None:
-    """A backward pass: the next all-gather is given before the former landing is vacated and its gradients reduced."""
+def test_steps(shape: tuple[int, int], ahead: bool) -> None:
+    """A backward pass: the next all-gather is given before the former landing is vacated and its gradients reduced.
+
+    Ahead, the one after it comes between the two. What waits here for all that is given before, on any rank, ends; so
+    does a network phase that waits for that all-gather alone.
+    """
     topology = Topology(*shape)
     layout, plan = layout_for(topology), BasePlan(*shape, shape[1], 4) if shape[0] > 1 else None
     build = all_gather_nodes if topology.nodes > 1 else all_gather
@@ -125,14 +130,14 @@ def test_steps(shape: tuple[int, int]) -> None:
         gathers = [
             build(layout, topology, rank, [Item.RAW2] * 3, shared_landing=False, interleave=False) for _ in range(5)
         ]
-        parts: list[Part] = [(gathers[0], 0, in_order(gathers[0], "readiness"), True)]
+        given: list[Part] = [(g, i % 2, in_order(g, "readiness"), True) for i, g in enumerate(gathers)]
+        parts = given[: 1 + ahead]
         for i in range(4):
             reduced = reduction(topology, rank, plan, Item.F32, i % 2)
-            parts += [
-                (gathers[i + 1], (i + 1) % 2, in_order(gathers[i + 1], "readiness"), True),
-                (gathers[i], i % 2, gathers[i].streams["readiness"], False),
-                (reduced, 0, in_order(reduced), True),
-            ]
+            parts += [] if ahead else given[i + 1 : i + 2]
+            parts.append((gathers[i], i % 2, gathers[i].streams["readiness"], False))
+            parts += given[i + 2 : i + 3] if ahead else []
+            parts.append((reduced, 0, in_order(reduced), True))
         work.append(parts)
     run(topology, work)
 

@@ -272,21 +272,21 @@ def test_what_cannot_be_placed_has_a_code(hosts: str, stated: Any, rail: str, co
         ("aabb", None, "auto", (2, 2, "nccl_rma", "2 hosts found")),
         ("aabb", (4, 1), "auto", (4, 1, "nccl_rma", "topology as stated")),
         ("abcdefgh", None, "auto", (8, 1, "nccl_rma", "8 hosts found")),
-        ("aaaa", (2, 2), "p2p", "TIDE-F028"),
-        ("aabb", None, "p2p", "TIDE-F028"),
+        ("aaaa", (2, 2), "p2p", (2, 2, "p2p", "topology as stated, messages are asked for")),
+        ("aabb", None, "p2p", (2, 2, "p2p", "2 hosts found, messages are asked for")),
         ("aabb", None, "local", "TIDE-F023"),
         ("aabb", (2, 2), "local", "TIDE-F023"),
         ("aaab", (2, 2), "auto", "TIDE-F020"),
         ("aab", None, "auto", "TIDE-F027"),
     ],
 )
-def test_gpu_nodes_are_connected_by_memory_within_a_host_and_by_nccl_between_them(
+def test_gpu_nodes_are_connected_by_memory_within_a_host_and_by_a_rail_between_them(
     hosts: str, stated: Any, rail: str, expected: Any
 ) -> None:
     where = identities(hosts), Topology(*stated) if stated else None, rail
     if isinstance(expected, tuple):
         nodes, ranks, connected, why = expected
-        sharing = ranks if connected == "nccl_rma" and len(set(hosts)) > 1 else 0
+        sharing = ranks if connected in ("nccl_rma", "p2p") and len(set(hosts)) > 1 else 0
         found = place_devices(*where)
         assert found == Placement(Topology(nodes, ranks), connected, why, lanes=1 in (nodes, ranks), host_ranks=sharing)
         assert found.schedule == ("lane" if ranks == 1 else "two-level" if nodes > 1 else "direct")
@@ -296,13 +296,23 @@ def test_gpu_nodes_are_connected_by_memory_within_a_host_and_by_nccl_between_the
     assert caught.value.code == expected
 
 
-@pytest.mark.parametrize(("hosts", "rail"), [("aabb", "auto"), ("aabb", "nccl_rma"), ("aaaa", "nccl_rma")])
-def test_a_rank_whose_nccl_has_no_rails_keeps_all_from_them(hosts: str, rail: str) -> None:
+@pytest.mark.parametrize("hosts", ["aabb", "aaaa"])
+def test_a_rank_whose_nccl_has_no_rails_keeps_all_from_them(hosts: str) -> None:
     facts = identities(hosts, nccl=None)
     facts[2]["nccl"] = "NCCL 2.28.9 is loaded"
     with pytest.raises(TideArenaError, match=r", and rank 2: NCCL 2\.28\.9 is loaded$") as caught:
-        place_devices(facts, Topology(2, 2), rail)
+        place_devices(facts, Topology(2, 2), "nccl_rma")
     assert caught.value.code == "TIDE-F029"
+
+
+def test_where_nccl_has_no_rails_messages_connect_nodes_and_say_why() -> None:
+    facts = identities("aabb", nccl=None)
+    facts[2]["nccl"] = "NCCL 2.28.9 is loaded"
+    found = place_devices(facts, None, "auto")
+    assert (found.rail, found.host_ranks) == ("p2p", 2)
+    assert found.instead_of_nccl == "rank 2: NCCL 2.28.9 is loaded"
+    assert found.why.startswith("2 hosts found, messages since NCCL does not connect them (TIDE-F032): rank 2: NCCL ")
+    assert place_devices(facts, None, "p2p").instead_of_nccl == ""
     assert place_devices(identities("aaaa", nccl="none"), Topology(2, 2), "auto").rail == "local"
 
 

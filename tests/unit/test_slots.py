@@ -51,6 +51,7 @@ def test_two_slots_alternate_in_the_order_of_execution() -> None:
             slots.release(block)
         assert taken == [0, 1, 0, 1]
     assert len(slots) == 2
+    assert slots.has_room
     assert [b.window.maps for b in blocks] == [1, 1, 1, 1], "nothing is mapped anew without need"
 
 

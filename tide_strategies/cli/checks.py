@@ -192,7 +192,10 @@ def _nodes() -> Iterator[Check]:
         yield Check("several nodes", "NCCL windows", "warn", words, f"unset {off[0].split('=')[0]} for rail: nccl_rma")
     cards = Path("/sys/class/infiniband")
     names = sorted(p.name for p in cards.iterdir()) if cards.is_dir() else []
-    found = ", ".join(names) or "none: NCCL's host RMA serves GPUs of one host only"
+    found = (
+        ", ".join(names)
+        or "none: NCCL's host RMA serves GPUs of one host only; GPUs of several are connected by messages (TIDE-F032)"
+    )
     yield Check("several nodes", "RDMA devices", "note", found)
 
 
@@ -200,7 +203,7 @@ def _nccl() -> Check:
     """The library that this process has, once torch is in it; else what is installed."""
     from tide_strategies._native import nccl
 
-    remedy = f"pip install 'nvidia-nccl-cu13>={nccl.NEEDED}'"
+    remedy = f"pip install 'nvidia-nccl-cu13>={nccl.NEEDED}'; without it, nodes are connected by messages (TIDE-F032)"
     loaded = nccl.probe()
     if loaded["available"]:
         return Check("several nodes", "NCCL", "note", f"{loaded['version']} ({loaded['path']}): windows and host RMA")

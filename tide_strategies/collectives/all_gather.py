@@ -2,8 +2,9 @@
 
 Streams keep conditions apart (section 3.2): ``copy`` waits until the landing is free on every local rank and writes the
 own shards; ``completion`` waits until every local rank has written; ``readiness`` is run when this rank has vacated the
-landing, and lets the next user of it in. Where each rank has a landing of its own, ``cast`` comes first and puts the
-own shards into the own landing, which needs nobody's leave, and ``copy`` sends them on from there.
+landing, and lets the next user of it in. Where each rank has a landing of its own, ``cast`` puts the own shards into
+the own landing, which needs nobody's leave. What is cast there ``copy`` sends on, and so runs after it; other shards it
+sends from where they lie.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def all_gather(
             raise ValueError(f"no cast from a shard of {item.value} to landing items of {shape.itemsize} bytes")
     peers = [r for r in topology.node_ranks(rank) if r != rank]
     place = list(_place(layout, rank, shard_items, NODE if shared_landing else SELF))
-    send = place if shared_landing else list(_send(layout, topology, rank))
+    send = place if shared_landing else list(_send(layout, topology, rank, shard_items))
     streams: dict[str, tuple[Op, ...]] = {} if shared_landing else {"cast": tuple(place)}
     streams["copy"] = (*(Await(VACATED, w, 0) for w in peers), *send, Notify(LANDED))
     streams["completion"] = tuple(Await(LANDED, w, 1) for w in peers)
@@ -126,12 +127,14 @@ def _place(layout: GroupLayout, rank: int, shard_items: Sequence[Item], at: int)
             yield Copy(Ref(Space.INPUT, p), Ref(Space.LANDING, 0, offset, at), items, item, landing)
 
 
-def _send(layout: GroupLayout, topology: Topology, rank: int) -> Iterator[Copy]:
-    """Each own shard from the own landing to the same place in every peer's, the next rank first."""
+def _send(layout: GroupLayout, topology: Topology, rank: int, shard_items: Sequence[Item]) -> Iterator[Copy]:
+    """Each own shard to its place in every peer's landing, the next rank first; what is cast, from the own landing."""
     for step in range(1, topology.local_ranks):
         peer = topology.rank(topology.node_of(rank), (topology.local_of(rank) + step) % topology.local_ranks)
         for p, shape in enumerate(layout.params):
             items = layout.valid_items(p, rank)
             if items:
                 offset, item = layout.landing_offset(p, rank), Item.of_size(shape.itemsize)
-                yield Copy(Ref(Space.LANDING, 0, offset), Ref(Space.LANDING, 0, offset, peer), items, item, item)
+                cast = shard_items[p].size != shape.itemsize
+                src = Ref(Space.LANDING, 0, offset) if cast else Ref(Space.INPUT, p)
+                yield Copy(src, Ref(Space.LANDING, 0, offset, peer), items, item, item)

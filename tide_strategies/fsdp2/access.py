@@ -54,6 +54,11 @@ def group_name(group: Any) -> str:
     return group._module_fqn or "(root)"
 
 
+def prefetches_by_hand(group: Any) -> bool:
+    """Whether the user said what to prefetch in the group's backward (``set_modules_to_backward_prefetch``)."""
+    return bool(group.modules[0]._get_fsdp_state()._states_to_backward_prefetch)
+
+
 def unsharded_dtype(param: Any) -> Any:
     """The dtype that an FSDPParam has once gathered."""
     return param.param_dtype or param.orig_dtype

@@ -6,18 +6,20 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.config import TideConfig
+from tide_strategies.detect import fallback
 from tide_strategies.errors import TideArenaError, TideConfigError, TideFallbackError
 from tide_strategies.fsdp2.access import unsharded_dtype
+from tide_strategies.fsdp2.ahead import GatherAhead
 from tide_strategies.fsdp2.cpu_path import CpuPath
 from tide_strategies.fsdp2.eligibility import REDUCIBLE, shard_item, stated_topology
-from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors, shard_tensors
+from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors
 from tide_strategies.layout import GroupLayout
 from tide_strategies.planner.knobs import Knobs, choose
 from tide_strategies.planner.rates import Rates, built_in
@@ -26,7 +28,8 @@ from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.engine import Engine
 from tide_strategies.runtime.exchange import Exchange, exchange_json, process_group_exchange
 from tide_strategies.runtime.group import GroupCollectives, needed_memory
-from tide_strategies.runtime.hosts import Placement, place, place_devices
+from tide_strategies.runtime.hosts import Placement, by_messages, place, place_devices
+from tide_strategies.runtime.rails.gloo import connect_gloo
 from tide_strategies.runtime.rails.p2p import P2PRail, open_rail
 from tide_strategies.runtime.slots import Slot, SlotRing
 from tide_strategies.topology import Topology
@@ -36,7 +39,11 @@ _log = logging.getLogger("tide_strategies")
 if TYPE_CHECKING:
     from tide_strategies.runtime.cuda.engine import CudaEngine
     from tide_strategies.runtime.cuda.group import CudaGroup, Kernels
-    from tide_strategies.runtime.cuda.nccl_rail import NcclRail
+    from tide_strategies.runtime.cuda.p2p_rail import CudaP2PRail
+    from tide_strategies.runtime.cuda.rail import DeviceRail
+
+#: A rail of messages.
+R = TypeVar("R", bound="P2PRail | CudaP2PRail")
 
 
 class Member(Protocol):
@@ -93,7 +100,9 @@ def cpu_engine(
     identities = exchange_json(exchange, bootstrap.host_identity())
     placement = place(identities, stated_topology(config, ranks), config.rail)
     topology = placement.topology
-    rail = _open_rail(exchange, ranks, topology, config.timeout_s) if placement.rail == "p2p" else None
+    rail = None
+    if placement.rail == "p2p":
+        rail = _opened(exchange, ranks.rank(), lambda n: open_rail(ranks, topology, ranks.rank(), n, config.timeout_s))
     return Engine(exchange, ranks.rank(), topology, slots=slots, timeout_s=config.timeout_s, rail=rail), placement
 
 
@@ -115,12 +124,13 @@ def _connect_cpu(
     except BaseException:
         engine.close()
         raise
+    ahead = GatherAhead() if engine.topology.nodes > 1 else None
     for member, home in zip(members, homes, strict=True):
         _reshard(member.group)
         items = [shard_item(p) for p in member.group.fsdp_params]
         collectives = GroupCollectives(engine, member.name, member.layout, items, home, chunk_bytes, plan)
         landings = landing_tensors(member.group, member.layout, collectives.landing.window)
-        member.binding = GroupBinding(CpuPath(collectives), config.all_gather.cache)
+        member.binding = GroupBinding(CpuPath(collectives), config.all_gather.cache, ahead)
         member.placement = placement
         adopt(member.group, landings, member.binding)
     return engine, knobs
@@ -140,12 +150,47 @@ def _connect_cuda(
     identities = exchange_json(exchange, {**bootstrap.host_identity(), **facts})
     placement = place_devices(identities, stated_topology(config, ranks), config.rail)
     knobs = solve(placement.topology)
-    wanted = config.all_gather.multicast
-    why = why_unicast([i["multicast"] for i in identities], placement.topology, wanted)
-    failed = ""
+    why = why_unicast([i["multicast"] for i in identities], placement.topology, config.all_gather.multicast)
+
+    def connected(placement: Placement) -> CudaEngine:
+        _tell_of_messages(ranks.rank(), config, placement)
+        return _with_or_without_multicast(exchange, ranks, members, config, knobs, placement, why)
+
+    try:
+        return connected(placement), knobs
+    except TideArenaError as e:  # on every rank alike
+        if config.rail != "auto" or placement.rail != "nccl_rma" or e.code != "TIDE-F029":
+            raise
+        placement = by_messages(placement, str(e))
+    return connected(placement), knobs
+
+
+def _tell_of_messages(rank: int, config: TideConfig, placement: Placement) -> None:
+    """Say that nodes have a slower rail than they might; an error, if the user wants to have no such thing."""
+    if not placement.instead_of_nccl:
+        return
+    verdict = fallback("TIDE-F032", placement.instead_of_nccl)
+    words = f"{verdict.code} {verdict.reason}; {verdict.remedy}"
+    if config.strict:
+        raise TideFallbackError(f"TIDE (strict): {words}")
+    if rank == 0:
+        _log.warning("TIDE: %s", words)
+
+
+def _with_or_without_multicast(
+    exchange: Exchange,
+    ranks: dist.ProcessGroup,
+    members: Sequence[Member],
+    config: TideConfig,
+    knobs: Knobs,
+    placement: Placement,
+    why: str,
+) -> CudaEngine:
+    """Connect them with multicast, unless there is a reason ``why`` not, or it fails."""
+    wanted, failed = config.all_gather.multicast, ""
     if not why:
         try:
-            return _connect_devices(exchange, ranks, members, config, knobs, replace(placement, multicast="on")), knobs
+            return _connect_devices(exchange, ranks, members, config, knobs, replace(placement, multicast="on"))
         except TideArenaError as e:  # on every rank alike; what has nothing to do with multicast fails again below
             why = failed = str(e)
     if wanted is True:
@@ -158,7 +203,7 @@ def _connect_cuda(
     engine = _connect_devices(exchange, ranks, members, config, knobs, unicast)
     if failed and wanted is not True and ranks.rank() == 0:
         _log.warning("TIDE: multicast was to be used, and failed: %s. Shards go to each peer by a copy.", failed)
-    return engine, knobs
+    return engine
 
 
 def _connect_devices(
@@ -195,7 +240,7 @@ def _connect_devices(
             multicast=multicast,
         ),
         timeout_s=config.timeout_s,
-        rail=_device_rail(exchange, ranks.rank(), placement, device, config, slots),
+        rail=_device_rail(exchange, ranks, placement, device, config, slots),
         multicast=multicast,
         host_ranks=placement.host_ranks,
     )
@@ -208,33 +253,44 @@ def _connect_devices(
         engine.close()
         raise
     streams = CudaStreams(torch.device("cuda", device))
+    # Under Slot-Reuse the slot is not free by then: it has the gradients.
+    ahead = GatherAhead() if topology.nodes > 1 and not slot_reuse else None
     for member, collectives in zip(members, groups, strict=True):
         _reshard(member.group)
         window = collectives.landing.window
         landing = CudaLanding(
-            own=shard_tensors(member.group, member.layout, *collectives.own_shards()),
             gradients=landing_tensors(member.group, member.layout, window) if slot_reuse else None,
             poison=torch.from_dlpack(window.tensor(0, member.layout.landing_bytes, "uint8"))
             if config.debug.poison_slots
             else None,
         )
-        member.binding = GroupBinding(CudaPath(collectives, streams, landing, device_trace), config.all_gather.cache)
+        path = CudaPath(collectives, streams, landing, device_trace)
+        member.binding = GroupBinding(path, config.all_gather.cache, ahead)
         member.placement = placement
         adopt(member.group, landing_tensors(member.group, member.layout, window), member.binding)
     return engine
 
 
 def _device_rail(
-    exchange: Exchange, rank: int, placement: Placement, device: int, config: TideConfig, slots: int
-) -> NcclRail | None:
+    exchange: Exchange, ranks: dist.ProcessGroup, placement: Placement, device: int, config: TideConfig, slots: int
+) -> DeviceRail | None:
     """The rail of an engine with so many slots, if it has one; on every rank, or with a TideArenaError on each."""
     from tide_strategies.runtime.cuda.nccl_rail import connect_rail
+    from tide_strategies.runtime.cuda.p2p_rail import CudaP2PRail
 
-    if placement.rail != "nccl_rma":
-        return None
-    book = CallBook(placement.topology, slots)
-    multicast = config.all_gather.multicast is not False
-    return connect_rail(exchange, rank, placement.topology, device, config.timeout_s, book, multicast=multicast)
+    rank, topology, timeout_s = ranks.rank(), placement.topology, config.timeout_s
+    book = CallBook(topology, slots)
+    if placement.rail == "nccl_rma":
+        multicast = config.all_gather.multicast is not False
+        return connect_rail(exchange, rank, topology, device, timeout_s, book, multicast=multicast)
+    if placement.rail == "p2p":
+
+        def open_messages(name: str) -> CudaP2PRail:
+            group = connect_gloo(ranks, topology, rank, name, timeout_s)
+            return CudaP2PRail(group, exchange, rank, topology, device, timeout_s, book)
+
+        return _opened(exchange, rank, open_messages)
+    return None
 
 
 def _device_groups(
@@ -252,6 +308,7 @@ def _device_groups(
             knobs.chunk_bytes,
             kernels,
             knobs.sum_ctas,
+            shard_items=[shard_item(p) for p in member.group.fsdp_params],
             landing_ctas=knobs.landing_ctas,
             slot_reuse=config.reduce_scatter.mode == "slot_reuse",
             plan=knobs.base_plan(engine.topology),
@@ -269,17 +326,10 @@ def _prepare(exchange: Exchange, rank: int, members: Sequence[Member], groups: S
         for member, collectives in zip(members, groups, strict=True):
             for reduction in _expected_reductions(member.group):
                 collectives.prepare(*reduction)
-            if _fp32_masters(member.group):
-                collectives.prepare_casts()
+            collectives.prepare_all_gather()
     except KernelUnavailableError as e:
         error = str(e)
     bootstrap.agree(exchange, rank, error, "compiling the kernels of sums and casts", code="TIDE-F016")
-
-
-def _fp32_masters(group: Any) -> bool:
-    """Whether every parameter is computed with in bf16 from an fp32 shard."""
-    kinds = {(p._sharded_param_data.dtype, unsharded_dtype(p)) for p in group.fsdp_params}
-    return kinds == {(torch.float32, torch.bfloat16)}
 
 
 def _expected_reductions(group: Any) -> list[tuple[tuple[int, ...], Item, Item]]:
@@ -293,16 +343,16 @@ def _expected_reductions(group: Any) -> list[tuple[tuple[int, ...], Item, Item]]
     return [(trained, REDUCIBLE[dtype], REDUCIBLE[reduced])] if {dtype, reduced} <= REDUCIBLE.keys() else []
 
 
-def _open_rail(exchange: Exchange, ranks: dist.ProcessGroup, topology: Topology, timeout_s: float) -> P2PRail:
-    """Connect this rank's rail; on every rank, or with a TideArenaError on each."""
+def _opened(exchange: Exchange, rank: int, open_one: Callable[[str], R]) -> R:
+    """A rail of messages under a new name; on every rank, or with a TideArenaError on each."""
     name = exchange_json(exchange, secrets.token_hex(16))[0]
     rail, error = None, None
     try:
-        rail = open_rail(ranks, topology, ranks.rank(), str(name), timeout_s)
-    except (RuntimeError, ValueError, AttributeError) as e:  # AttributeError: a torch that keeps its store to itself
+        rail = open_one(str(name))
+    except (OSError, RuntimeError, ValueError, AttributeError) as e:  # the last: a torch that keeps its store to itself
         error = f"{type(e).__name__}: {e}"
     try:
-        bootstrap.agree(exchange, ranks.rank(), error, "connecting the rails", code="TIDE-F028")
+        bootstrap.agree(exchange, rank, error, "connecting the rails", code="TIDE-F028")
         assert rail is not None
     except BaseException:
         if rail is not None:

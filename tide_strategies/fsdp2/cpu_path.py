@@ -40,6 +40,9 @@ class CpuPath:
         """Leave them where they are."""
         return gradients
 
+    def network_after_rail(self) -> None:
+        """It does: one thread does one thing after the other."""
+
     def gradients_ready(self) -> None:
         """They are, by now."""
 

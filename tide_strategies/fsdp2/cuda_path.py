@@ -11,6 +11,7 @@ Under Slot-Reuse (paper, section 5.3) a landing whose parameters are done with t
 
 Across nodes, each rank's shards are cast into the stage rather than the landing; a stream of the rail's own exchanges
 them, and another places what arrives. So they are for multicast, whose one copy writes every landing, the own too.
+Where nothing is cast, copy engines bring shards to the own landing beside those that bring them to peers.
 Reductions across nodes have a stream of their own for each of their three parts, so that one call's gradients are read
 while another's partials are under way (paper, section 5.2).
 
@@ -57,12 +58,10 @@ class CudaLanding:
     """Views of a group's landing, one per parameter.
 
     Args:
-        own: this rank's padded shards, where they are sent from (across nodes and for multicast, in the stage).
         gradients: room for each unsharded gradient, where its parameter lies; None under In-Place.
         poison: the whole landing as bytes, to be made NaN when vacated; None to leave it.
     """
 
-    own: list[torch.Tensor]
     gradients: list[torch.Tensor] | None = None
     poison: torch.Tensor | None = None
 
@@ -88,7 +87,7 @@ class CudaPath:
         self._landing = landing
         self._slot: DeviceSlot | None = None
         self._readable_event, self._ready_event, self._read_event = (torch.cuda.Event() for _ in range(3))
-        self._readable, self._ready = True, False
+        self._readable, self._ready, self._after_rail = True, False, False
 
     @property
     def keeps_gradients(self) -> bool:
@@ -96,7 +95,7 @@ class CudaPath:
         return self._landing.gradients is not None
 
     def all_gather(self, group: Any, shards: Sequence[torch.Tensor], versions: tuple[int, ...] | None) -> None:
-        """Cast the shards into the own landing and send them to the peers' landings."""
+        """Bring the shards, cast if need be, to the own landing and to the peers'."""
         start = time.perf_counter()
         current = torch.cuda.current_stream(self.streams.device)
         _, stream = group.comm_ctx.get_all_gather_streams(group.unshard_async_op, group._training_state)
@@ -104,6 +103,7 @@ class CudaPath:
             stream = self.streams.gather
             cuda.order(current.cuda_stream, stream.cuda_stream)
         place = self.streams.place if self.collectives.staged else stream
+        completion = self.streams.completion
         slot = self._slot = self.collectives.occupy()
         vacated = self.streams.vacated.get(slot.index)
         if vacated is not None:
@@ -113,16 +113,12 @@ class CudaPath:
         if place is not stream:
             sending += [("rail", self.streams.rail), ("place", place)]
         with span(self._trace, label, self.collectives.sent_bytes, *sending):
-            addresses = [s.data_ptr() for s in shards] if self.collectives.casts else ()
-            if not self.collectives.open(slot, stream.cuda_stream, versions, addresses):
-                torch.cuda.set_stream(stream)
-                try:
-                    with torch.no_grad():
-                        torch._foreach_copy_(self._landing.own, list(shards))
-                finally:
-                    torch.cuda.set_stream(current)
-            self.collectives.send(stream.cuda_stream, self.streams.rail.cuda_stream, place.cuda_stream)
-        completion = self.streams.completion
+            self.collectives.open(slot, [s.data_ptr() for s in shards], versions)
+            own = stream
+            if self.collectives.sends_from_shards:
+                own = completion
+                cuda.order(stream.cuda_stream, own.cuda_stream)
+            self.collectives.send(own.cuda_stream, place.cuda_stream, self.streams.rail.cuda_stream)
         cuda.order(place.cuda_stream, completion.cuda_stream)
         with span(self._trace, label, 0, ("completion", completion)):
             self.collectives.complete(completion.cuda_stream)
@@ -139,6 +135,7 @@ class CudaPath:
     def wait(self) -> None:
         """Make the current stream wait until all shards are in the landing."""
         if not self._readable:
+            self.collectives.arrive()
             current = torch.cuda.current_stream(self.streams.device)
             with span(self._trace, f"parameters of {self.collectives.name!r} awaited", 0, ("compute", current)):
                 current.wait_event(self._readable_event)
@@ -177,6 +174,13 @@ class CudaPath:
             torch._foreach_copy_(kept, list(gradients))
         return kept
 
+    def network_after_rail(self) -> None:
+        """Let the next reduction's network phase begin after the rounds of the all-gathers enqueued by now.
+
+        Those never wait for that reduction, as they were enqueued before it on every rank (``docs/protocol.md``).
+        """
+        self._after_rail = True
+
     def gradients_ready(self) -> None:
         """Note where the compute stream, which is the current one, is now."""
         if self.collectives.several_nodes:
@@ -207,6 +211,9 @@ class CudaPath:
                 stream.wait_event(self._ready_event)
             # The output's memory may have been something else's on the current stream.
             cuda.order(current.cuda_stream, writing.cuda_stream)
+            if self._after_rail:
+                cuda.order(streams.rail.cuda_stream, writing.cuda_stream)
+            self._after_rail = False
         else:
             cuda.order(current.cuda_stream, streams.push.cuda_stream)
         named = dict(zip(("push", "sum", "network"), (*reading, writing) if several else reading, strict=False))

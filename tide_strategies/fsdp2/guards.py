@@ -36,7 +36,7 @@ FORMAT = 1
 REPLACED: dict[str, str] = {
     "_fsdp_param_group": "FSDPParamGroup.unshard FSDPParamGroup.wait_for_unshard FSDPParamGroup._to_sharded "
     "FSDPParamGroup.finalize_backward FSDPParamGroup._reset_iter_state FSDPParamGroup.lazy_init "
-    "FSDPParamGroup.post_backward",
+    "FSDPParamGroup.post_backward FSDPParamGroup._backward_prefetch",
     "_fsdp_param": "FSDPParam.init_all_gather_outputs FSDPParam.alloc_all_gather_outputs "
     "FSDPParam.free_unsharded_param FSDPParam.free_all_gather_outputs FSDPParam.reset_sharded_param",
     "_fsdp_collectives": "foreach_reduce foreach_reduce_scatter_copy_in",
@@ -52,7 +52,7 @@ RELIED_ON: dict[str, str] = {
     "FSDPParamGroup._set_unsharded_grad_dtypes FSDPParamGroup._get_reduce_dtype "
     "FSDPParamGroup._take_unsharded_grads_to_reduce FSDPParamGroup._get_unsharded_grad_to_reduce "
     "FSDPParamGroup._prepare_partial_reduce_output FSDPParamGroup._get_partial_reduce_grad "
-    "FSDPParamGroup._wait_for_post_backward FSDPParamGroup._backward_prefetch FSDPParamGroup._prefetch_unshard "
+    "FSDPParamGroup._wait_for_post_backward FSDPParamGroup._prefetch_unshard "
     "FSDPParamGroup._to_sharded_post_forward FSDPParamGroup._to_unsharded FSDPParamGroup.is_sharded "
     "FSDPParamGroup.is_unsharded FSDPParamGroup.use_training_state FSDPParamGroup._register_post_backward_hook "
     "FSDPParamGroup._register_state_dict_hooks FSDPParamGroup._reshard_after_forward "

@@ -7,6 +7,7 @@ removing TIDE is swapping back.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from tide_strategies.detect import fallback
 from tide_strategies.errors import TideError
 from tide_strategies.fsdp2.access import unsharded_dtype
+from tide_strategies.fsdp2.ahead import GatherAhead
 from tide_strategies.fsdp2.exposed import ExposedMeter, around
 from tide_strategies.fsdp2.path import Path
 from tide_strategies.fsdp2.reduce import dispatch, rebind
@@ -53,11 +55,19 @@ def _span(name: str, group: Any) -> contextlib.AbstractContextManager[Any]:
 _post_backward = _eager_only(rebind(FSDPParamGroup.post_backward, foreach_reduce=dispatch))
 
 
+def _nothing() -> None:
+    pass
+
+
 class GroupBinding:
     """What TIDE knows of one parameter group: how it communicates (None under stock) and the tallies of its calls."""
 
-    def __init__(self, path: Path | None = None, cache: str = "off") -> None:
-        self.path, self.cache = path, cache
+    def __init__(self, path: Path | None = None, cache: str = "off", ahead: GatherAhead | None = None) -> None:
+        self.path, self.cache, self.ahead = path, cache, ahead
+        #: Called before a reduction through ``path`` is given out.
+        self.before_reduction: Callable[[], None] = _nothing
+        #: Which of the forward invocations it is whose backward runs; None if unknown.
+        self.invocation: int | None = None
         self.all_gathers = path.collectives.all_gathers if path else Tally()
         self.reduce_scatters = path.collectives.reduce_scatters if path else Tally()
         #: Whether gradients have been kept from a backward without synchronisation since the last reduction.
@@ -132,6 +142,8 @@ class TideParamGroup(FSDPParamGroup):
                     f"{param._tide_shard_dtype}; close the handle before changing dtypes and apply TIDE again"
                 )
             shards.append(shard)
+        if self._tide.ahead is not None:
+            self._tide.ahead.make_room(self)
         versions = self._versions()
         with _span("TIDE::all_gather", self):
             if self._may_reuse() and self._path.collectives.reusable(versions):
@@ -152,7 +164,7 @@ class TideParamGroup(FSDPParamGroup):
         for param in self.fsdp_params:
             param.init_unsharded_param()
         self._to_unsharded()
-        self._all_gather_result = None
+        self._gathered()
         self._tide.unsharded = self._unsharded_versions()
 
     def post_backward(self, *unused: Any) -> None:
@@ -162,8 +174,14 @@ class TideParamGroup(FSDPParamGroup):
         with around(self._tide.meter):
             _post_backward(self, *unused)
         self._tide.let_go()  # if there was nothing to reduce, or stock collectives did
+        self._tide.invocation = None
         if self.reduce_grads:
             self._tide.accumulated = False
+
+    def _backward_prefetch(self) -> None:
+        """As torch; notes which invocation it is that torch takes from its notes here."""
+        self._tide.invocation = self._post_forward_indices[-1] if self._post_forward_indices else None
+        super()._backward_prefetch()
 
     def finalize_backward(self) -> None:
         """As torch, after giving back a landing that was gathered into but never waited for (a wrong prefetch)."""
@@ -239,7 +257,13 @@ class TideParamGroup(FSDPParamGroup):
         if self._all_gather_result is not None:
             self._path.wait()
             self._path.vacate()
-            self._all_gather_result = None
+            self._gathered()
+
+    def _gathered(self) -> None:
+        """The all-gather is no longer pending."""
+        self._all_gather_result = None
+        if self._tide.ahead is not None:
+            self._tide.ahead.settled(self)
 
     def _release_stock_neighbour(self) -> None:
         """Free the flat buffer that the previous group keeps if it is a stock one."""
@@ -297,6 +321,8 @@ def adopt(group: Any, landings: Sequence[torch.Tensor], binding: GroupBinding) -
         param._tide_shard_dtype, param._tide_generation = param._sharded_param_data.dtype, 0
         param.all_gather_outputs = [landing]
     _mark(group, binding, TideParamGroup)
+    if binding.ahead is not None:
+        binding.before_reduction = functools.partial(binding.ahead.before_reduction, group)
     if binding.cache != "off":
         watch(group)
 
@@ -308,23 +334,12 @@ def landing_tensors(group: Any, layout: GroupLayout, window: Window) -> list[tor
     counter, since writing a shard must not look to autograd like an edit of the parameter. None is an inference tensor,
     whatever mode the first forward runs in.
     """
-    params = range(len(layout.params))
-    return _tensors(group, window, [(layout.landing_base(p), layout.shard_items(p) * layout.ranks) for p in params])
-
-
-def shard_tensors(group: Any, layout: GroupLayout, memory: Any, offsets: Sequence[int]) -> list[torch.Tensor]:
-    """Each parameter's own padded shard, where the collectives send it from: at these bytes of ``memory``."""
-    return _tensors(group, memory, [(offset, layout.shard_items(p)) for p, offset in enumerate(offsets)])
-
-
-def _tensors(group: Any, memory: Any, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """A tensor over (offset, items) of ``memory`` for each parameter."""
     out = []
     with torch.inference_mode(False):
-        for param, (offset, items) in zip(group.fsdp_params, places, strict=True):
-            dtype = unsharded_dtype(param)
+        for p, param in enumerate(group.fsdp_params):
+            dtype, items = unsharded_dtype(param), layout.shard_items(p) * layout.ranks
             if items:
-                out.append(torch.from_dlpack(memory.tensor(offset, items, _name(dtype))))
+                out.append(torch.from_dlpack(window.tensor(layout.landing_base(p), items, _name(dtype))))
             else:
                 out.append(torch.empty(0, dtype=dtype, device=group.device))
     return out

@@ -22,6 +22,10 @@ class Collectives(Protocol):
     def pinned(self) -> bool:
         """Whether the landing has a slot of its own."""
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a slot is free for the landing, so that the ring need not grow."""
+
     def reusable(self, versions: tuple[int, ...] | None) -> bool:
         """Whether the vacated landing still holds the values of shards with these versions."""
 
@@ -57,6 +61,9 @@ class Path(Protocol):
 
     def keep_gradients(self, params: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Move the gradients of ``params`` into the landing, whose parameters are done with, and say where they are."""
+
+    def network_after_rail(self) -> None:
+        """Let the network phase of the group's next reduction begin after what the rail has been given by now."""
 
     def gradients_ready(self) -> None:
         """Note that the gradients of the next reduction are there after what precedes (on the current stream)."""

@@ -66,6 +66,7 @@ def dispatch(*args: Any, **kwargs: Any) -> Any:
         group.reduce_scatters.stock_calls += 1
         group.reduce_scatters.stock_reason = f"{verdict.code} {verdict.reason}"
         return _stock(group.reduce_scatters, args, kwargs)
+    group.before_reduction()
     which = tuple(p._tide_index for p in params)
     if group.held:
         direct = list(group.path.keep_gradients(which, direct))

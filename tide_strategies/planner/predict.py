@@ -46,11 +46,14 @@ def one_node_all_gather(
     shared = machine.one_memory or machine.rates.multicast
     items = [Item.F32 if cast and s.itemsize == 2 else Item.of_size(s.itemsize) for s in layout.params]
     schedules = [all_gather(layout, topology, r, items, shared_landing=shared) for r in range(topology.ranks)]
-    streams = ("cast", "copy", "completion", "readiness") if cast else ("copy", "completion", "readiness")
+    main = ("copy", "completion", "readiness")
+    # What is not cast is brought to the own landing beside the copies to peers.
+    together = [("cast", *main)] if cast else [main, ("cast",)]
     threads: list[tuple[int, Thread]] = []
     for schedule in schedules:
         steps = [Call(schedule) for _ in range(calls)]
-        threads.append((schedule.rank, [(call, s) for call in steps for s in streams if s in schedule.streams]))
+        for streams in together:
+            threads.append((schedule.rank, [(call, s) for call in steps for s in streams if s in schedule.streams]))
     return replay(machine, threads, seed=seed, delay_s=delay_s)
 
 

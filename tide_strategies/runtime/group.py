@@ -74,6 +74,7 @@ class Tally:
     slot_wait_seconds: float = 0.0
     bytes: int = 0
     reused: int = 0
+    ahead: int = 0
     stock_calls: int = 0
     stock_reason: str = ""
 
@@ -98,6 +99,11 @@ class LandingGroup:
     def pinned(self) -> bool:
         """Whether the landing has a slot of its own."""
         return isinstance(self._home, Slot)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a slot is free for the landing, so that the ring need not grow."""
+        return self._home.has_room if isinstance(self._home, SlotRing) else self._home.occupant is None
 
     def reusable(self, versions: tuple[int, ...] | None) -> bool:
         """Whether the vacated landing still holds the values that shards of these versions would be gathered to."""

@@ -7,7 +7,7 @@ decide alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tide_strategies.collectives.rail_lane import one_wave
@@ -27,6 +27,7 @@ class Placement:
         lanes: whether one rank on each node has schedules of its own (on GPUs, reductions).
         host_ranks: so many consecutive ranks are on one host, or more of them; 0: all are.
         multicast: whether GPUs use multicast, and why not, in words; empty for CPU ranks.
+        instead_of_nccl: why messages connect nodes of GPUs where NCCL was to do it; empty if they were asked for.
     """
 
     topology: Topology
@@ -35,6 +36,7 @@ class Placement:
     lanes: bool = True
     host_ranks: int = 0
     multicast: str = ""
+    instead_of_nccl: str = ""
 
     @property
     def schedule(self) -> Literal["direct", "two-level", "lane"]:
@@ -112,13 +114,14 @@ def place_devices(identities: Sequence[dict[str, Any]], stated: Topology | None,
     Args:
         identities: as of :func:`place`; ``nccl`` says why that rank's NCCL has no host RMA, or is None.
         stated: as of :func:`place`.
-        rail: option ``rail``. "auto" is memory that all ranks of one host map, and NCCL between hosts.
+        rail: option ``rail``. "auto" is memory that all ranks of one host map, and between hosts NCCL where every rank
+            has it, else messages.
 
     Raises:
         TideArenaError: on every rank alike: the hosts form no topology (TIDE-F027), the ranks of a node are not on one
-            host (TIDE-F020), the rail that is asked for ends with the host (TIDE-F023) or is not for GPU ranks
-            (TIDE-F028), or a rank's NCCL has no rails (TIDE-F029). That the ranks of a single stated node are on one
-            host is found out when they share memory.
+            host (TIDE-F020), the rail that is asked for ends with the host (TIDE-F023), or NCCL is asked for and a
+            rank's has no rails (TIDE-F029). That the ranks of a single stated node are on one host is found out when
+            they share memory.
     """
     everyone = list(identities)
     hosts = len(hosts_of(identities))
@@ -126,8 +129,6 @@ def place_devices(identities: Sequence[dict[str, Any]], stated: Topology | None,
     if topology.nodes == 1:
         return Placement(topology, "none", "GPU ranks of a group are one node")
     nodes, lanes = "topology as stated" if stated else f"{hosts} hosts found", one_wave(topology)
-    if rail == "p2p":
-        raise TideArenaError("rail: p2p connects CPU ranks, and these are GPU ranks", "TIDE-F028")
     if hosts == 1 and rail in ("auto", "local"):
         return Placement(topology, "local", f"{nodes}, all ranks map each other's memory", lanes)
     if rail == "local":
@@ -137,12 +138,27 @@ def place_devices(identities: Sequence[dict[str, Any]], stated: Topology | None,
             raise TideArenaError(str(e), "TIDE-F023") from e
     for first in range(0, topology.ranks, topology.local_ranks):
         check_one_host(everyone[first : first + topology.local_ranks], first)
+    host_ranks = 0 if hosts == 1 else topology.local_ranks
+    if rail == "p2p":
+        return Placement(topology, "p2p", f"{nodes}, messages are asked for", lanes, host_ranks)
+    missing = _without_nccl(identities)
+    if missing and rail == "nccl_rma":
+        raise TideArenaError(f"{nodes}, and {missing}", "TIDE-F029")
+    asked = ", puts through NCCL are asked for" if rail == "nccl_rma" else ""
+    placement = Placement(topology, "nccl_rma", nodes + asked, lanes, host_ranks)
+    return by_messages(placement, missing) if missing else placement
+
+
+def by_messages(placement: Placement, why: str) -> Placement:
+    """The same nodes of GPUs, connected by messages since NCCL does not connect them: ``why``."""
+    told = f"{placement.why}, messages since NCCL does not connect them (TIDE-F032): {why}"
+    return replace(placement, rail="p2p", why=told, instead_of_nccl=why)
+
+
+def _without_nccl(identities: Sequence[dict[str, Any]]) -> str:
+    """Which ranks have no NCCL for rails, and why, in words; empty if all have it."""
     without: dict[str, list[int]] = {}
     for rank, identity in enumerate(identities):
         if identity.get("nccl") is not None:
             without.setdefault(identity["nccl"], []).append(rank)
-    if without:
-        told = [f"rank {r[0]}{f' (and {len(r) - 1} more)' if r[1:] else ''}: {why}" for why, r in without.items()]
-        raise TideArenaError(f"{nodes}, and {'; '.join(told)}", "TIDE-F029")
-    asked = ", puts through NCCL are asked for" if rail == "nccl_rma" else ""
-    return Placement(topology, "nccl_rma", nodes + asked, lanes, host_ranks=0 if hosts == 1 else topology.local_ranks)
+    return "; ".join(f"rank {r[0]}{f' (and {len(r) - 1} more)' if r[1:] else ''}: {why}" for why, r in without.items())

@@ -103,6 +103,11 @@ class SlotRing:
     def __len__(self) -> int:
         return len(self._slots)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a slot is free."""
+        return any(s.occupant is None for s in self._slots)
+
     def acquire(self, landing: Landing) -> Slot:
         """Back ``landing`` with a free slot: the one it had, else the one vacated longest ago, else a new one."""
         last = landing.last_slot

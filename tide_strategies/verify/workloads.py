@@ -29,7 +29,7 @@ class Workload:
         interleave: one thread per rank.
         multicast: one write or one reduction reaches all of a node.
         shared_landing: the ranks of a node have one landing; never with ``multicast`` or ``slot_reuse``.
-        ahead: a call is issued before the one before it is finished.
+        ahead: a call is issued before the one before it is finished; in a step, an all-gather before the reduction.
         adopted: all-gathers read packed shards in place.
         slot_reuse: in a step, gradients lie in the landing slot.
         mixed: every other reduce-scatter has the other outbox, full or of two rounds.
@@ -139,8 +139,11 @@ class Workload:
                 current = self._gather(story, following, (i + 1) % 2)
                 continue
             story.vacate(current)
+            if self.ahead:
+                current = self._gather(story, following, (i + 1) % 2)
             pending.append(self._reduce(story, layout, None))
-            current = self._gather(story, following, (i + 1) % 2)  # ahead of the network phase
+            if not self.ahead:  # of the reduction, though still of its network phase
+                current = self._gather(story, following, (i + 1) % 2)
             if self.interleave:
                 story.finish(pending.pop())
         story.use(current)

@@ -23,7 +23,8 @@ contributions and writes the output (CPU: memcpy; GPU: copies between the cards,
 limit's time in percent of ours. "host" is the cost to the calling thread: on a GPU the time to enqueue a call, on the
 CPU that of a call on parameters of a few bytes, waits for the peers included. On a GPU, "kernels", "us" and "CTAs" are
 the kernels of one call on rank 0's card, their time, and the thread blocks of the largest; "SM-us" is each kernel's
-time by the SMs that it can occupy.
+time by the SMs that it can occupy. "copy us" is the time in which copies of ours run, "idle us" that in which neither
+copies nor kernels do: latencies of signals, waits and starts.
 """
 
 COLUMNS = [
@@ -49,6 +50,8 @@ GPU_COLUMNS = [
     ),
     Column("ours_sm_us", "SM-us", ".0f"),
     Column("stock_sm_us", "stock SM-us", ".0f"),
+    Column("ours_copy_us", "copy us", ".0f"),
+    Column("ours_idle_us", "idle us", ".0f"),
 ]
 
 

@@ -12,14 +12,17 @@ from tide_strategies.cli.bench.rows import Column, grouped_bars
 
 ABOUT = """\
 Each row is a kernel (the victim) that runs again and again on one stream while every rank runs a collective in a loop
-on another (paper, sections 2.2 to 2.4 and Table 4). The one-wave GEMM has a tile for every SM; "CTAs" are the thread
-blocks that the victim's kernel really had, "waves" those by the number of SMs. "alone" and "beside" are milliseconds
-of one call of the victim: mean over a row of calls, median over the repeats, slowest rank; samples with and without
-collectives take turns. "slowdown" is how much longer, in percent. "coll." is the collective's own time, alone and
-beside the victim, and "covered" the share of samples in which it ran until after the victim's end: below 100 the
-slowdown is an underestimate. The SM-id probe fills every SM with thread blocks that note where and when they began:
-"SMs" is how many had a thread block kept out in at least a tenth of the launches, "displaced" in how many launches
-there was one.
+on another (paper, sections 2.2 to 2.4 and Table 4). The one-wave GEMM has a tile for every SM, the many-wave GEMM a
+thread block for each of its many tiles, the persistent GEMM (cuBLAS's) one on each SM for all of them; "CTAs" are the
+thread blocks that the victim's kernel really had, "waves" those by the number of SMs. "alone" and "beside" are
+milliseconds of one call of the victim: mean over a row of calls, median over the repeats, slowest rank; samples with
+and without collectives take turns. "slowdown" is how much longer, in percent. "coll." is the collective's own time,
+alone and beside the victim, and "covered" the share of samples in which it ran until after the victim's end: below 100
+the slowdown is an underestimate. "raw copies" are the all-gather's bytes without its signals: what any copy costs. From
+a recording on rank 0's GPU, "kernels us" is how long kernels of the collective ran beside a call of the victim, on
+average, and "apart" the slowdown of those calls beside which none did. The SM-id probe fills every SM with thread
+blocks that note where and when they began: "SMs" is how many had a thread block kept out in at least a tenth of the
+launches, "displaced" in how many launches there was one.
 """
 
 COLUMNS = [
@@ -35,10 +38,12 @@ COLUMNS = [
     Column("collective_ms", "coll. ms", ".3f"),
     Column("collective_beside_ms", "coll. beside", ".3f"),
     Column("covered_percent", "covered %", ".0f"),
+    Column("kernel_us", "kernels us", ".1f"),
+    Column("apart_percent", "apart %", ".1f"),
     Column("sms", "SMs"),
     Column("displaced_percent", "displaced %", ".0f"),
 ]
-VICTIMS = ("one-wave GEMM", "many-wave GEMM", "elementwise")
+VICTIMS = ("one-wave GEMM", "many-wave GEMM", "persistent GEMM", "elementwise")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,11 +5,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from tide_strategies.cli.bench.kernels import KernelActivity, kernel_activity
+from tide_strategies.cli.bench.kernels import (
+    SLEEP,
+    Event,
+    KernelActivity,
+    is_kernel,
+    kernel_activity,
+    overlap,
+    recorded,
+)
 from tide_strategies.cli.bench.pairs import Pair
 from tide_strategies.cli.bench.pairs_cuda import pair
 from tide_strategies.cli.bench.ranks import Place, Row, meet
@@ -48,7 +57,7 @@ class Streams:
 
 
 def noises(place: Place, stream: torch.cuda.Stream, collectives: dict[str, Any]) -> tuple[list[Noise], list[Pair]]:
-    """Our collectives and stock's, each measured alone. Collective."""
+    """Our collectives, stock's, and raw copies, each measured alone. Collective."""
     out, pairs = [], []
     with torch.cuda.stream(stream):
         for collective in ("all_gather", "reduce_scatter"):
@@ -60,6 +69,10 @@ def noises(place: Place, stream: torch.cuda.Stream, collectives: dict[str, Any])
                 ms = times[who]
                 if call is not None and ms is not None:
                     out.append(Noise(f"{who} {words}", call, ms))
+        copies = pairs[0].limit
+        ms = median_ms(place, 5, {"copies": copies})["copies"]
+        assert ms is not None
+        out.append(Noise("raw copies", copies, ms))
     return out, pairs
 
 
@@ -74,12 +87,17 @@ def victim_rows(
         activity = kernel_activity(place, chosen.call)
     assert alone_ms is not None
     beside, pairs = noises(place, streams.noise, collectives)
-    samples: dict[str, list[Sample]] = {"": [], **{n.name: [] for n in beside}}
+    turns = {"": None, **{n.name: n for n in beside}}
+    samples: dict[str, list[Sample]] = {name: [] for name in turns}
     for repeat in range(-1, repeats):
-        for noise in (None, *beside):
+        for name_of, noise in turns.items():
             sample = _sample(streams, chosen.call, alone_ms, noise)
             if repeat >= 0:
-                samples[noise.name if noise else ""].append(sample)
+                samples[name_of].append(sample)
+    recordings = {
+        name_of: recorded(place, partial(_sample, streams, chosen.call, alone_ms, noise))
+        for name_of, noise in turns.items()
+    }
     quiet = _median_of_slowest([s.victim_ms for s in samples[""]])
     for noise in beside:
         own = samples[noise.name]
@@ -98,6 +116,7 @@ def victim_rows(
             "covered_percent": 100 * (1 - missed.mean().item()),
             "notes": pairs[0].notes,
             **_waves(activity, place),
+            **_launches(activity, recordings[""], recordings[noise.name]),
         }
     for made in pairs:
         made.close()
@@ -154,6 +173,33 @@ def run_beside(
 
 def _median_of_slowest(samples: list[float]) -> float:
     return statistics.median(slowest_rank(torch.tensor(samples, dtype=torch.float64)).tolist())
+
+
+def _launches(activity: Any, quiet: Any, beside: Any) -> Row:
+    """What a recording says of the victim's launches; nothing where there is none."""
+    if not (isinstance(activity, KernelActivity) and isinstance(quiet, list) and isinstance(beside, list)):
+        return {}
+    return launches_of(activity.longest, quiet, beside)
+
+
+def launches_of(victim: str, quiet: list[Event], beside: list[Event]) -> Row:
+    """How long kernels ran beside a launch of the victim on average, and how much slower the others were.
+
+    Args:
+        victim: name of its kernel.
+        quiet: a recording of it alone, in time's order.
+        beside: one of it beside something; launches after that has ended do not count.
+    """
+    alone = statistics.median(e["dur"] for e in quiet if e["name"] == victim)
+    noise = [e for e in beside if e["name"] != victim and SLEEP not in e["name"]]
+    kernels = [e for e in noise if is_kernel(e)]
+    end = max((e["ts"] + e["dur"] for e in noise), default=0.0)
+    met = [(e["dur"], overlap(e, kernels)) for e in beside if e["name"] == victim and e["ts"] + e["dur"] <= end]
+    apart = [duration for duration, shared in met if not shared]
+    return {
+        "kernel_us": statistics.fmean(shared for _, shared in met) if met else None,
+        "apart_percent": 100 * (statistics.median(apart) / alone - 1) if apart else None,
+    }
 
 
 def _waves(activity: KernelActivity | str | None, place: Place) -> Row:

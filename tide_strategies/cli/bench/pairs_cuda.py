@@ -50,7 +50,9 @@ def pair(
     raise ValueError(f"no collective {collective!r}")
 
 
-def _groups(place: Place, layout: GroupLayout, ctas: int, chunk: int) -> tuple[CudaEngine, list[CudaGroup]]:
+def _groups(
+    place: Place, layout: GroupLayout, ctas: int, chunk: int, shards: Item = Item.RAW2
+) -> tuple[CudaEngine, list[CudaGroup]]:
     index = torch.cuda.current_device()
     engine = CudaEngine(
         world_exchange(_TIMEOUT_S),
@@ -63,7 +65,10 @@ def _groups(place: Place, layout: GroupLayout, ctas: int, chunk: int) -> tuple[C
     )
     ring = SlotRing(lambda: engine.add_slot(layout.landing_bytes, "ring"), _GROUPS)
     kernels = sum_kernels(index)
-    return engine, [CudaGroup(engine, f"bench {g}", layout, ring, chunk, kernels, ctas) for g in range(_GROUPS)]
+    items = [shards] * len(layout.params)
+    return engine, [
+        CudaGroup(engine, f"bench {g}", layout, ring, chunk, kernels, ctas, shard_items=items) for g in range(_GROUPS)
+    ]
 
 
 def _all_gather(place: Place, shard_bytes: int, params: int, cast: bool, ctas: int, chunk: int) -> Pair:
@@ -72,7 +77,7 @@ def _all_gather(place: Place, shard_bytes: int, params: int, cast: bool, ctas: i
     sizes = [layout.shard_items(p) for p in range(params)]
     dtype = torch.float32 if cast else torch.bfloat16
     shards = [torch.randn(n, device=device).to(dtype) for n in sizes]
-    engine, groups = _groups(place, layout, ctas, chunk)
+    engine, groups = _groups(place, layout, ctas, chunk, Item.F32 if cast else Item.RAW2)
     packed = torch.cat(shards).bfloat16()
     gathered = torch.empty(ranks * sum(sizes), dtype=torch.bfloat16, device=device)
     outputs = [torch.empty(ranks * n, dtype=torch.bfloat16, device=device) for n in sizes]
@@ -89,7 +94,7 @@ def _all_gather(place: Place, shard_bytes: int, params: int, cast: bool, ctas: i
         name,
         layout,
         2 * layout.output_items,
-        _gather_in_turn(groups, layout, place, shards, cast),
+        _gather_in_turn(groups, place, shards),
         stock if place.stock_runs else None,
         _pushes(place, 2 * layout.output_items),
         engine.close,
@@ -97,51 +102,30 @@ def _all_gather(place: Place, shard_bytes: int, params: int, cast: bool, ctas: i
     )
 
 
-def _gather_in_turn(
-    groups: list[CudaGroup], layout: GroupLayout, place: Place, shards: list[torch.Tensor], cast: bool
-) -> Callable[[], None]:
-    """Our all-gather of the shards; without ``cast`` they are in the own landings from the start."""
-    gather, completion, readiness = (torch.cuda.Stream(place.device, priority=-1) for _ in range(3))
-    own = [_own_shards(group, layout, place.rank) for group in groups]
-    masters = [s.data_ptr() for s in shards] if cast else []
+def _gather_in_turn(groups: list[CudaGroup], place: Place, shards: list[torch.Tensor]) -> Callable[[], None]:
+    """Our all-gather of the shards, ordered as ``fsdp2.cuda_path`` does."""
+    streams = [torch.cuda.Stream(place.device, priority=-1) for _ in range(3)]
+    gather, completion, readiness = (s.cuda_stream for s in streams)
+    addresses = [s.data_ptr() for s in shards]
     turn = 0
-    for group, views in zip(groups, own, strict=True):  # each takes its slot, which it keeps
-        slot = group.occupy()
-        if cast:
-            group.prepare_casts()
-        torch._foreach_copy_(views, shards)
-        current = torch.cuda.current_stream().cuda_stream
-        cuda.order(current, gather.cuda_stream)
-        group.open(slot, gather.cuda_stream)
-        _finish(group, current, gather.cuda_stream, completion.cuda_stream, readiness.cuda_stream)
 
     def call() -> None:
         nonlocal turn
         group = groups[turn]
         turn = 1 - turn
         current = torch.cuda.current_stream().cuda_stream
-        cuda.order(current, gather.cuda_stream)
-        group.open(group.occupy(), gather.cuda_stream, shards=masters)
-        _finish(group, current, gather.cuda_stream, completion.cuda_stream, readiness.cuda_stream)
+        cuda.order(current, gather)
+        group.open(group.occupy(), addresses)
+        if group.sends_from_shards:
+            cuda.order(gather, completion)
+        group.send(completion if group.sends_from_shards else gather, gather)
+        cuda.order(gather, completion)
+        group.complete(completion)
+        cuda.order(completion, current)
+        cuda.order(current, readiness)
+        group.vacate(readiness)
 
     return call
-
-
-def _finish(group: CudaGroup, current: int, gather: int, completion: int, readiness: int) -> None:
-    """From the own landing to everybody's, then vacate, on streams by handle: as ``fsdp2.cuda_path`` orders them."""
-    group.send(gather)
-    cuda.order(gather, completion)
-    group.complete(completion)
-    cuda.order(completion, current)
-    cuda.order(current, readiness)
-    group.vacate(readiness)
-
-
-def _own_shards(group: CudaGroup, layout: GroupLayout, rank: int) -> list[torch.Tensor]:
-    """Views of this rank's shards within the landing."""
-    window = group.landing.window
-    places = [(layout.landing_offset(p, rank), layout.shard_items(p)) for p in range(len(layout.params))]
-    return [torch.from_dlpack(window.tensor(offset, items, "bfloat16")) for offset, items in places]
 
 
 def _reduce_scatter(place: Place, shard_bytes: int, params: int, ctas: int, chunk: int) -> Pair:

@@ -21,6 +21,8 @@ growth of the card's memory in use over the variant's life, which counts both (a
 steps of that variant alone, optimizer included, largest rank. "loss" is that of the last of those steps,
 "groups" how many of the parameter groups TIDE runs. With --sweep, "stock FSDP2 again" is stock once more in the same
 run, so its ratio to stock says what noise is, and "TIDE auto" lets calibration choose between stock and TIDE by group.
+With --trace, steps are recorded as well, on rank 0's GPU: on the stream that computes, the time before the first kernel
+("lead"), of the kernels, between them ("gaps", and of those the ones over 20 us), and after the last ("tail").
 """
 
 COLUMNS = [
@@ -39,6 +41,13 @@ COLUMNS = [
     Column("device_gib", "device GiB", ".2f"),
     Column("loss", "loss", ".6f"),
     Column("groups", "groups"),
+]
+_TRACED = [
+    Column("lead_ms", "lead ms", ".2f"),
+    Column("kernels_ms", "kernels ms", ".2f"),
+    Column("gaps_ms", "gaps ms", ".2f"),
+    Column("long_gaps_ms", "long gaps", ".2f"),
+    Column("tail_ms", "tail ms", ".2f"),
 ]
 #: Device -> (width, depth); deeper stacks of width 8,192 leave no room for all variants on one card.
 _SWEEP = {
@@ -64,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--optimizer", action="store_true", help="time the optimizer too")
     parser.add_argument("--steps", type=positive, default=12, help="timed steps per variant and row (default: 12)")
+    parser.add_argument("--trace", action="store_true", help="GPU: record where the time of steps goes too")
     parser.add_argument("--variants", help='some of the variants, comma separated, for example "stock FSDP2"')
     parser.add_argument(
         "--option",
@@ -80,7 +90,9 @@ def _sweep_words() -> str:
 
 def columns(device: str) -> list[Column]:
     """Columns of the table."""
-    return COLUMNS if device == "cuda" else [c for c in COLUMNS if not c.key.endswith(("_gib", "host_ms"))]
+    if device == "cuda":
+        return [*COLUMNS, *_TRACED]
+    return [c for c in COLUMNS if not c.key.endswith(("_gib", "host_ms"))]
 
 
 def jobs(arguments: argparse.Namespace, device: str) -> list[Job]:
@@ -106,6 +118,7 @@ def jobs(arguments: argparse.Namespace, device: str) -> list[Job]:
                 "optimizer": arguments.optimizer,
                 "options": options,
                 "names": variants,
+                "trace": arguments.trace,
             },
         )
         for width, depth in (_SWEEP[device] if arguments.sweep and not stated else pairs)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tide_strategies.cli.bench.model import block_batch
 from tide_strategies.cli.bench.ranks import Place, Row, meet
+from tide_strategies.cli.bench.step_trace import traced
 from tide_strategies.cli.bench.timing import slowest_rank
 from tide_strategies.cli.bench.variants import (
     SLOT_REUSE,
@@ -39,6 +40,7 @@ class StepWork:
 
     Args:
         names: the variants to measure.
+        trace: record where the time of steps goes, too (GPU).
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class StepWork:
         optimizer: bool,
         options: dict[str, Any],
         names: Sequence[str],
+        trace: bool = False,
     ) -> None:
-        self.place, self.size = place, ModelSize(width, hidden, depth)
+        self.place, self.size, self._trace = place, ModelSize(width, hidden, depth), trace and place.on_gpu
         self._sequence, self._steps, self._optimizer, self._options = sequence, steps, optimizer, options
         self.names = list(names)
         self.notes: list[str] = []
@@ -77,7 +80,7 @@ class StepWork:
             self.labels[SLOT_REUSE] = f"{SLOT_REUSE}{NO_EFFECT}"
 
     def times(self, tokens: int) -> dict[str, Row]:
-        """``step_ms`` and ``host_ms`` of each variant that runs here."""
+        """``step_ms`` and ``host_ms`` of each variant that runs here; with a trace, the parts of its steps too."""
         x = self._batch(tokens)
         per_block = -(-self._steps // _BLOCKS)
         names = list(self._variants)
@@ -90,10 +93,11 @@ class StepWork:
         if self.place.rank == 0:  # should the measuring of memory fail, these are not lost
             words = ", ".join(f"{name} {median:.2f} ms" for name, median in zip(names, medians, strict=True))
             print(f"  {self.size.width} x {self.size.depth}, {tokens} tokens: {words}", file=sys.stderr, flush=True)
-        return {
-            name: {"step_ms": median, "host_ms": self._host_ms(self._variants[name], x)}
-            for name, median in zip(names, medians, strict=True)
-        }
+        rows: dict[str, Row] = {}
+        for name, median in zip(names, medians, strict=True):
+            variant = self._variants[name]
+            rows[name] = {"step_ms": median, "host_ms": self._host_ms(variant, x), **self._parts(name, variant, x)}
+        return rows
 
     def memory(self, tokens: Sequence[int]) -> dict[int, dict[str, Row]]:
         """For each number of tokens (ascending): memory and loss of each variant, alone on the device."""
@@ -176,6 +180,17 @@ class StepWork:
             times.append(self._step(variant, x))
         self._synchronize()
         return statistics.median(slowest_rank(torch.tensor(times, dtype=torch.float64)).tolist())
+
+    def _parts(self, name: str, variant: Variant, x: torch.Tensor) -> Row:
+        """Where the time of a step goes; a note where that cannot be known."""
+        if not self._trace:
+            return {}
+        for _ in range(_WARM_UP):
+            self._step(variant, x)
+        found = traced(self.place, lambda: variant.forward_backward(x), variant.update)
+        if isinstance(found, str):
+            self.notes.append(f"{name}: no trace: {found}")
+        return found if isinstance(found, dict) else {}
 
     def _memory_of(self, variant: Variant, tokens: int, before: int) -> Row:
         if self.place.on_gpu:

@@ -10,7 +10,7 @@ import torch
 #: The tile of cuBLAS's bf16 kernels on Hopper; how many thread blocks really ran stands in the table.
 _TILE_M, _TILE_N = 128, 256
 _ONE_WAVE_K = 8192
-_MANY_WAVES = (8192, 8192, 8192)
+_LARGE = (8192, 8192, 8192)
 _ELEMENTWISE_BYTES = 256 * 2**20
 
 
@@ -35,7 +35,9 @@ def victim(name: str, device: torch.device, one_wave: tuple[int, int, int] | Non
     if name == "one-wave GEMM":
         return _gemm(device, one_wave or one_wave_shape(sms))
     if name == "many-wave GEMM":
-        return _gemm(device, _MANY_WAVES)
+        return _gemm_in_waves(device, _LARGE)
+    if name == "persistent GEMM":
+        return _gemm(device, _LARGE)
     if name == "elementwise":
         x = torch.randn(_ELEMENTWISE_BYTES // 2, device=device).bfloat16()
         out = torch.empty_like(x)
@@ -49,16 +51,35 @@ def one_wave_shape(sms: int) -> tuple[int, int, int]:
     return _TILE_M * a, _TILE_N * (sms // a), _ONE_WAVE_K
 
 
-def _gemm(device: torch.device, shape: tuple[int, int, int]) -> Victim:
+def _operands(device: torch.device, shape: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(m, k), (n, k) as a linear layer has its weight, and (m, n) for the result."""
     m, n, k = shape
-    a = torch.randn(m, k, device=device).bfloat16()
-    b = torch.randn(n, k, device=device).bfloat16().t()  # as a linear layer has its weight
-    out = torch.empty(m, n, dtype=torch.bfloat16, device=device)
+    a, b = (torch.randn(rows, k, device=device).bfloat16() for rows in (m, n))
+    return a, b, torch.empty(m, n, dtype=torch.bfloat16, device=device)
+
+
+def _gemm(device: torch.device, shape: tuple[int, int, int]) -> Victim:
+    a, b, out = _operands(device, shape)
 
     def call() -> None:
-        torch.mm(a, b, out=out)
+        torch.mm(a, b.t(), out=out)
 
-    return Victim(call, f"{m} x {n} x {k}")
+    return Victim(call, " x ".join(map(str, shape)))
+
+
+def _gemm_in_waves(device: torch.device, shape: tuple[int, int, int]) -> Victim:
+    """One tile a thread block, ours: cuBLAS gives a GEMM of this size to one thread block an SM."""
+    from tide_strategies.cli.bench import gemm_kernel as kernel
+
+    m, n, k = shape
+    a, b, out = _operands(device, shape)
+    tiles = kernel.TILE_M, kernel.TILE_N, kernel.TILE_K
+    grid = (m // tiles[0] * (n // tiles[1]),)
+
+    def call() -> None:
+        kernel.multiply[grid](a, b, out, n, k, *tiles, num_warps=kernel.WARPS, num_stages=kernel.STAGES)
+
+    return Victim(call, " x ".join(map(str, shape)))
 
 
 def _add_one(x: torch.Tensor, out: torch.Tensor) -> None:

@@ -9,20 +9,22 @@ them: a put is a copy and a signal, like any other. With a rail of another kind,
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from tide_strategies._native import cuda
+from tide_strategies.collectives.reduce_scatter import BANKS
 from tide_strategies.collectives.schedule import NODE, SELF, Schedule, Space
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
-from tide_strategies.runtime.cuda.fit import fit, without_casts
+from tide_strategies.runtime.cuda.fit import counted
 from tide_strategies.runtime.cuda.memory import SharedAllocation, share_allocation
 from tide_strategies.runtime.cuda.multicast import share_multicast
 from tide_strategies.runtime.cuda.order import CallOrder
-from tide_strategies.runtime.cuda.rail import RAILED, Cut, DeviceRail, RailCall, cut, enqueue
+from tide_strategies.runtime.cuda.rail import RAILED, Arrival, Cut, DeviceRail, RailCall, cut, enqueue
 from tide_strategies.runtime.cuda.watchdog import Watchdog
 from tide_strategies.runtime.encode import Base, Encoded, encode
 from tide_strategies.runtime.slots import Landing, Slot
@@ -84,12 +86,14 @@ class CudaEngine:
         #: Where calls are noted, if they are (``runtime/trace.py``). The engine closes it.
         self.trace: Trace | None = None
         self._slots_used = self._reductions = 0
+        self._arrivals: deque[Sequence[Arrival]] = deque()
         self._bytes: dict[str, int] = {}
         try:
             self._set_up(memory, host_ranks)
         except BaseException:
             if rail is not None:
-                rail.stop()
+                rail.stop("its engine could not be set up")
+                rail.close()
             raise
 
     def _set_up(self, memory: Mapping[tuple[Space, int], int], host_ranks: int) -> None:
@@ -119,22 +123,27 @@ class CudaEngine:
         """A landing of ``nbytes``, not yet in any slot."""
         return Landing(cuda.Window(self.device, max(nbytes, 1)))
 
-    def collective(self, schedule: Schedule, inputs: int, label: str) -> CudaCollective:
-        """Make a schedule callable. ``label`` names it in messages."""
-        if self.rail is None or self.topology.nodes == 1:
-            return self.fitted_collective(fit(schedule), inputs, label)
+    def collective(
+        self, schedule: Schedule, inputs: int, label: str, schedule_of: Callable[[int], Schedule] | None = None
+    ) -> CudaCollective:
+        """Make a schedule callable that has been fitted to the device (``fit``).
+
+        Args:
+            schedule: this rank's.
+            inputs: addresses that a call brings.
+            label: names it in messages.
+            schedule_of: builds the schedule of any rank; needed on several nodes whose rail fetches.
+        """
         node = list(self.topology.node_ranks(self.rank))
         program = partial(cuda.Program, readers=node)
+        if self.rail is None or self.topology.nodes == 1:
+            return CudaCollective(self, encode(counted(schedule), inputs, program), label)
         intake = self._intakes.get(schedule.name)
         if intake is None:
             intake = self._intakes[schedule.name] = cuda.Stream(self.device, _URGENT)
-        made = cut(without_casts(schedule), node, inputs, program)
+        assert schedule_of is not None or not self.rail.fetches
+        made = cut(schedule, node, inputs, program, schedule_of if self.rail.fetches else None)
         return RailedCollective(self, made, label, self.rail, intake.handle)
-
-    def fitted_collective(self, schedule: Schedule, inputs: int, label: str) -> CudaCollective:
-        """Make a schedule callable that has been fitted to the device and needs no rail."""
-        program = partial(cuda.Program, readers=list(self.topology.node_ranks(self.rank)))
-        return CudaCollective(self, encode(schedule, inputs, program), label)
 
     def address(self, space: Space, index: int, at: int) -> int:
         """Address in this process of a schedule's memory on rank ``at`` (or SELF, or NODE)."""
@@ -151,7 +160,12 @@ class CudaEngine:
     def next_bank(self) -> int:
         """The bank of the next reduction across nodes: they alternate, whichever groups they belong to."""
         self._reductions += 1
-        return self._reductions % 2
+        return self._reductions % BANKS
+
+    def next_reduction(self, arrivals: Sequence[Arrival]) -> Sequence[Arrival]:
+        """What had to arrive for the reduction across nodes that used the bank before the one that begins now."""
+        self._arrivals.append(arrivals)
+        return self._arrivals.popleft() if len(self._arrivals) > BANKS else ()
 
     def bytes_by_part(self) -> dict[str, int]:
         """Device memory of this rank by part."""
@@ -254,6 +268,12 @@ class CudaCollective:
         refuse_default_streams(self._encoded.streams, cuda_streams)
         call.enqueue_lanes([cuda_streams.get(name, 0) for name in self._encoded.streams])
 
+    def arrive(self, call: Any) -> None:
+        """Wait on the host, if the rail wants that, until what other nodes send for what was enqueued has arrived.
+
+        Before a stream of the program's waits for the call.
+        """
+
     def enqueue(self, call: Any, stream: str, cuda_stream: int) -> None:
         """Enqueue one stream of a call on the CUDA stream with this handle. Returns at once."""
         self.enqueue_streams(call, {stream: cuda_stream})
@@ -272,7 +292,13 @@ class RailedCollective(CudaCollective):
         """See :meth:`CudaCollective.begin`."""
         return RailCall(super().begin(inputs, others, tag, slot, divisor), [*inputs, *others])
 
+    def arrive(self, call: Any) -> None:
+        """See :meth:`CudaCollective.arrive`."""
+        self._rail.arrive(call.arrivals)
+
     def enqueue_streams(self, call: Any, cuda_streams: Mapping[str, int]) -> None:
         """See :meth:`CudaCollective.enqueue_streams`."""
         refuse_default_streams(self._encoded.streams, cuda_streams)
+        if "network" in cuda_streams:  # pushes, which the program's streams wait for, wait for the bank
+            self._rail.arrive(self._engine.next_reduction(call.arrivals))
         enqueue(self._made, call, self._rail, self._engine.book.counter, cuda_streams, self._intake)

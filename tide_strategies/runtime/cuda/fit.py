@@ -1,4 +1,4 @@
-"""Fit a schedule to a device: what the framework's own kernels do is left out, and own cells are counted too."""
+"""Fit a schedule to a device: a kernel casts, and own cells are counted too."""
 
 from __future__ import annotations
 
@@ -6,42 +6,24 @@ import collections
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tide_strategies.collectives.schedule import Await, Copy, Counter, Land, Notify, Op, Put, Schedule, Sum
-
-#: Stream whose copies the framework's kernels make, or a kernel of ours that casts (``casts_by_kernel``).
-CASTS = "cast"
-#: Streams that are left of it, on either side of the copies: when they may begin, and that they are done.
-BEFORE_CAST, AFTER_CAST = "before cast", "after cast"
+from tide_strategies.collectives.schedule import Copy, Counter, Land, Notify, Op, Put, Schedule, Sum
 
 #: Every source and result that begins at a multiple of so many bytes can be moved in the widest loads and stores.
 _VECTOR_BYTES = 16
 
 
-def fit(schedule: Schedule) -> Schedule:
-    """The same schedule without the caller's copies, and with what the device must know to count its own cells."""
-    return counted(without_casts(schedule))
+def with_casts(schedule: Schedule) -> Schedule:
+    """The same schedule with each cast as the sum of one source, for a kernel that works with few thread blocks.
+
+    Copies that cast nothing stay copies, which take no thread block.
+    """
+    return replace(schedule, streams={name: tuple(map(_cast, ops)) for name, ops in schedule.streams.items()})
 
 
-def without_casts(schedule: Schedule) -> Schedule:
-    """The same schedule without the caller's copies."""
-    streams: dict[str, tuple[Op, ...]] = {}
-    for name, ops in schedule.streams.items():
-        if name != CASTS:
-            streams[name] = ops
-            continue
-        parts = {
-            BEFORE_CAST: tuple(op for op in ops if isinstance(op, Await)),
-            AFTER_CAST: tuple(op for op in ops if not isinstance(op, (Await, Copy))),
-        }
-        streams.update({part: kept for part, kept in parts.items() if kept})
-    return replace(schedule, streams=streams)
-
-
-def casts_by_kernel(schedule: Schedule) -> Schedule:
-    """The same schedule with each cast as the sum of one source, for a kernel that works with few thread blocks."""
-    casts = (op for op in schedule.streams[CASTS] if isinstance(op, Copy))
-    sums = tuple(Sum(op.dst, (op.src,), op.items, op.src_item, op.dst_item, scaled=False) for op in casts)
-    return counted(replace(schedule, streams={**schedule.streams, CASTS: sums}))
+def _cast(op: Op) -> Op:
+    if isinstance(op, Copy) and op.src_item is not op.dst_item:
+        return Sum(op.dst, (op.src,), op.items, op.src_item, op.dst_item, scaled=False)
+    return op
 
 
 def counted(schedule: Schedule) -> Schedule:

@@ -7,11 +7,11 @@ is occupy, open, send, complete, vacate, and round again; or occupy, reuse, comp
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tide_strategies.collectives.all_gather import CAST_CTAS, all_gather, reuse
-from tide_strategies.collectives.all_gather_nodes import all_gather_nodes, slot_offsets
+from tide_strategies.collectives.all_gather_nodes import all_gather_nodes
 from tide_strategies.collectives.plan import BasePlan
 from tide_strategies.collectives.rail_lane import one_wave
 from tide_strategies.collectives.reduce_scatter import BANKS, reduce_scatter
@@ -19,7 +19,7 @@ from tide_strategies.collectives.schedule import Item, Schedule, Space
 from tide_strategies.collectives.two_level import default_plan
 from tide_strategies.layout import GroupLayout
 from tide_strategies.runtime.cuda.engine import CudaCollective, CudaEngine, DeviceSlot
-from tide_strategies.runtime.cuda.fit import AFTER_CAST, BEFORE_CAST, CASTS, casts_by_kernel, sums_aligned
+from tide_strategies.runtime.cuda.fit import sums_aligned, with_casts
 from tide_strategies.runtime.group import LandingGroup
 from tide_strategies.runtime.slots import SlotRing
 from tide_strategies.topology import Topology
@@ -46,7 +46,7 @@ def needed_device_memory(
     """
     needed: dict[tuple[Space, int], int] = {}
     for layout in dict.fromkeys(layouts):
-        schedules = [_all_gather_schedule(layout, topology, rank, multicast)]
+        schedules = [_all_gather_schedule(layout, topology, rank, multicast, _uncast(layout))]
         for bank in range(BANKS if topology.nodes > 1 else 1):  # of the element types, these need most
             schedules.append(
                 reduce_scatter(
@@ -68,12 +68,17 @@ def needed_device_memory(
     return {which: nbytes for which, nbytes in needed.items() if nbytes}
 
 
-def _all_gather_schedule(layout: GroupLayout, topology: Topology, rank: int, multicast: bool) -> Schedule:
-    items = [Item.of_size(p.itemsize) for p in layout.params]
+def _uncast(layout: GroupLayout) -> list[Item]:
+    return [Item.of_size(p.itemsize) for p in layout.params]
+
+
+def _all_gather_schedule(
+    layout: GroupLayout, topology: Topology, rank: int, multicast: bool, items: Sequence[Item]
+) -> Schedule:
     # With one rank a node too: leave to write into a landing comes when compute is through with it, and a rail that
     # does one thing after the other (``nccl_rail``) would hold up all later all-gathers until then.
     build = all_gather_nodes if topology.nodes > 1 or multicast else all_gather
-    return build(layout, topology, rank, items, shared_landing=multicast, interleave=False)
+    return with_casts(build(layout, topology, rank, items, shared_landing=multicast, interleave=False))
 
 
 def _plan(topology: Topology, slot_reuse: bool, stated: BasePlan | None) -> BasePlan | None:
@@ -128,6 +133,7 @@ class CudaGroup(LandingGroup):
         chunk_bytes: bytes of one contribution staged at a time.
         kernels: compiles kernels.
         sum_ctas: thread blocks of a sum.
+        shard_items: element of each parameter's shard; None where nothing is cast.
         landing_ctas: thread blocks of a landing; by default as many.
         slot_reuse: reductions across nodes have the small outbox.
         plan: rounds and passes of reductions across nodes, alike for all groups of the engine; None for the default.
@@ -143,6 +149,7 @@ class CudaGroup(LandingGroup):
         kernels: Kernels,
         sum_ctas: int,
         *,
+        shard_items: Sequence[Item] | None = None,
         landing_ctas: int | None = None,
         slot_reuse: bool = False,
         plan: BasePlan | None = None,
@@ -151,17 +158,17 @@ class CudaGroup(LandingGroup):
         self._engine, self._chunk_bytes = engine, chunk_bytes
         self._kernels, self._ctas = kernels, (sum_ctas, landing_ctas or sum_ctas)
         self._plan = _plan(engine.topology, slot_reuse, plan)
-        schedule = _all_gather_schedule(layout, engine.topology, engine.rank, engine.multicast)
-        self._all_gather = engine.collective(schedule, len(layout.params), f"all-gather of {name!r}")
-        self._reuse = engine.collective(_reuse_schedule(engine.topology, engine.rank), 0, f"reuse of {name!r}")
-        self._no_shards = [0] * len(layout.params)  # the caller's cast puts them where they are sent from
+        self._shard_items = list(_uncast(layout) if shard_items is None else shard_items)
+        self._casts = self._shard_items != _uncast(layout)
+        self._gathers: dict[bool, _Gather] = {}
+
+        def again(rank: int) -> Schedule:
+            return _reuse_schedule(engine.topology, rank)
+
+        self._reuse = engine.collective(again(engine.rank), 0, f"reuse of {name!r}", again)
         self._bytes = sum(layout.valid_items(p, engine.rank) * s.itemsize for p, s in enumerate(layout.params))
         self._reductions: dict[tuple[tuple[int, ...], Item, Item, int, bool], _Reduction] = {}
         self._running: tuple[CudaCollective, Any] | None = None
-        self._sends: dict[tuple[CudaCollective, int], tuple[int, list[int]]] = {}
-        self._casting: CudaCollective | None = None
-        self._cast_kernels: tuple[SumKernel, ...] = ()  # keeps their modules loaded
-        self._cast_aligned = False
 
     @property
     def sent_bytes(self) -> int:
@@ -178,12 +185,10 @@ class CudaGroup(LandingGroup):
         """Whether own shards are sent from the stage, by streams of the rail's and the landing's own."""
         return self.several_nodes or self._engine.multicast
 
-    def own_shards(self) -> tuple[Any, list[int]]:
-        """Memory that this rank casts its padded shards into, and the byte where each parameter's begins."""
-        if self.staged:
-            return self._engine.own(Space.STAGE, 0), list(slot_offsets(self.layout)[:-1])
-        rank, params = self._engine.rank, range(len(self.layout.params))
-        return self.landing.window, [self.layout.landing_offset(p, rank) for p in params]
+    @property
+    def sends_from_shards(self) -> bool:
+        """Whether peers get the own shards from where they lie, and not from the own landing or stage."""
+        return not (self.staged or self._casts)
 
     def occupy(self) -> DeviceSlot:
         """Back the landing with a slot. The caller waits until its own streams are through with that slot."""
@@ -191,66 +196,30 @@ class CudaGroup(LandingGroup):
         assert isinstance(slot, DeviceSlot)
         return slot
 
-    def prepare_casts(self) -> None:
-        """Let a kernel of ours cast fp32 shards to bf16, which then is part of :meth:`send`.
-
-        Only if shards are not :attr:`staged`; otherwise the caller goes on casting.
-        """
-        if self.staged:
-            return
-        engine, shards = self._engine, [Item.F32] * len(self.layout.params)
-        schedule = casts_by_kernel(
-            all_gather(self.layout, engine.topology, engine.rank, shards, shared_landing=False, interleave=False)
-        )
-        collective = engine.fitted_collective(schedule, len(shards), self._all_gather.label)
-        self._cast_aligned = self._aligned(range(len(shards)), ()) and sums_aligned(schedule, False)
-        if collective.program.sum_kinds:  # this rank has something of them
-            kernel = self._kernels.sum(0, len(shards), Item.F32, Item.BF16, self._cast_aligned)
-            self._set_kernel(collective, 0, kernel, CAST_CTAS * self._ctas[False])
-            self._cast_kernels = (kernel,)
-        self._casting = collective
-
-    @property
-    def casts(self) -> bool:
-        """Whether :meth:`open` wants to know where the shards are, for :meth:`send` can cast them."""
-        return self._casting is not None
-
-    def open(
-        self,
-        slot: DeviceSlot,
-        stream: int,
-        versions: tuple[int, ...] | None = None,
-        shards: Sequence[int] = (),
-    ) -> bool:
-        """Begin an all-gather; ``stream`` waits until the own shards may be cast to where they are sent from.
-
-        ``shards``: addresses of this rank's padded fp32 shards. Returns whether :meth:`send` will cast them; otherwise
-        the caller does, before it sends.
-        """
-        casts = self._casting if shards and (not self._cast_aligned or all(a % 16 == 0 for a in shards)) else None
-        collective = casts or self._all_gather
-        send = self._sends.get((collective, slot.index))
+    def open(self, slot: DeviceSlot, shards: Sequence[int], versions: tuple[int, ...] | None = None) -> None:
+        """Begin an all-gather into ``slot`` of this rank's padded shards, which lie at these addresses."""
+        gather = self._gather(not (self._casts and any(a % 16 for a in shards)))
+        send = gather.sends.get(slot.index)
         if send is None:  # a slot's addresses stay what they are
-            tag = self._engine.book.tag(f"{collective.label} into slot {slot.index}")
-            send = self._sends[collective, slot.index] = tag, collective.addresses(slot)
+            tag = self._engine.book.tag(f"{gather.collective.label} into slot {slot.index}")
+            send = gather.sends[slot.index] = tag, gather.collective.addresses(slot)
         tag, others = send
-        call = collective.begin(shards if casts else self._no_shards, others, tag, slot.index)
-        self._running, self._versions = (collective, call), versions
-        if self.staged:
-            collective.enqueue(call, BEFORE_CAST, stream)
-        return casts is not None
+        self._running = (gather.collective, gather.collective.begin(shards, others, tag, slot.index))
+        self._versions = versions
 
-    def send(self, stream: int, rail: int = 0, place: int = 0) -> None:
-        """Enqueue what brings the own shards, cast on ``stream``, to every rank; the cast too, if :meth:`open` said so.
+    def send(self, own: int, copy: int, rail: int = 0) -> None:
+        """Enqueue what brings the own shards to every rank.
 
-        If they are not :attr:`staged`, ``stream`` sends them on. Otherwise ``rail`` exchanges them with other nodes, if
-        there are any, and ``place`` brings them and what arrives to every landing of the node.
+        Stream ``own`` brings them, cast if need be, to the own landing, or to the stage if they are :attr:`staged`.
+        Then ``rail`` exchanges them with other nodes, if there are any, and ``copy`` brings them and what arrives to
+        every landing of the node. Otherwise ``copy`` sends them to the peers' landings: after ``own``, unless
+        :attr:`sends_from_shards`.
         """
         assert self._running is not None
         collective, call = self._running
-        streams = {CASTS: stream, "copy": stream}
+        streams = {"cast": own, "copy": copy}
         if self.staged:
-            streams = {AFTER_CAST: stream, "rail": rail, "copy": place}
+            streams["rail"] = rail
         collective.enqueue_streams(call, streams)
         self.all_gathers.calls += 1
         self.all_gathers.bytes += self.sent_bytes
@@ -266,6 +235,12 @@ class CudaGroup(LandingGroup):
         assert self._running is not None
         collective, call = self._running
         collective.enqueue(call, "completion", stream)
+
+    def arrive(self) -> None:
+        """Wait on the host, if the rail wants that, before a stream of the program's waits for the all-gather."""
+        assert self._running is not None
+        collective, call = self._running
+        collective.arrive(call)
 
     def vacate(self, stream: int) -> None:
         """Enqueue word to every peer that the landing may be overwritten, and give up the slot."""
@@ -307,6 +282,31 @@ class CudaGroup(LandingGroup):
         for bank in range(BANKS if self.several_nodes else 1):
             self._reduction(params, grad, output, bank, self._aligned(params, ()))
 
+    def prepare_all_gather(self) -> None:
+        """The same for all-gathers."""
+        self._gather(True)
+
+    def _gather(self, aligned: bool) -> _Gather:
+        gather = self._gathers.get(aligned)
+        if gather is None:
+            gather = self._gathers[aligned] = self._build_gather(aligned)
+        return gather
+
+    def _build_gather(self, aligned: bool) -> _Gather:
+        engine, params = self._engine, range(len(self.layout.params))
+
+        def schedule_of(rank: int) -> Schedule:
+            return _all_gather_schedule(self.layout, engine.topology, rank, engine.multicast, self._shard_items)
+
+        schedule = schedule_of(engine.rank)
+        collective = engine.collective(schedule, len(params), f"all-gather of {self.name!r}", schedule_of)
+        wide = aligned and self._aligned(params, ()) and sums_aligned(schedule, False)
+        kernels: list[SumKernel] = []
+        for number, (_, _, src, dst, _) in enumerate(collective.program.sum_kinds):
+            kernels.append(self._kernels.sum(0, len(params), _ITEMS[src], _ITEMS[dst], wide))
+            self._set_kernel(collective, number, kernels[-1], CAST_CTAS * self._ctas[False])
+        return _Gather(collective, tuple(kernels))
+
     def _aligned(self, params: Iterable[int], addresses: Sequence[int]) -> bool:
         """Whether every address and length lets the kernel move 16 bytes at a time."""
         lengths = all(self.layout.shard_items(p) % 8 == 0 for p in params)
@@ -324,20 +324,24 @@ class CudaGroup(LandingGroup):
     ) -> _Reduction:
         engine = self._engine
         layout = GroupLayout(tuple(self.layout.params[p] for p in params), self.layout.ranks)
-        schedule = reduce_scatter(
-            layout,
-            engine.topology,
-            engine.rank,
-            grad=grad,
-            output=output,
-            chunk_bytes=self._chunk_bytes,
-            interleave=False,
-            plan=self._plan,
-            bank=bank,
-            multicast=engine.multicast,
-        )
+
+        def schedule_of(rank: int) -> Schedule:
+            return reduce_scatter(
+                layout,
+                engine.topology,
+                rank,
+                grad=grad,
+                output=output,
+                chunk_bytes=self._chunk_bytes,
+                interleave=False,
+                plan=self._plan,
+                bank=bank,
+                multicast=engine.multicast,
+            )
+
+        schedule = schedule_of(engine.rank)
         label = self._reduction_label(params, grad, output)
-        collective = engine.collective(schedule, len(params), label)
+        collective = engine.collective(schedule, len(params), label, schedule_of)
         wide = {landing: aligned and sums_aligned(schedule, landing) for landing in (False, True)}
         places = sum(space in _PARTIALS for space, _, _ in collective.bases)
         running = any(space is Space.RUNNING for space, _, _ in collective.bases)
@@ -376,3 +380,11 @@ class _Reduction:
     tag: int
     bytes: int
     kernels: tuple[SumKernel, ...]  # keeps their modules loaded
+
+
+@dataclass(frozen=True)
+class _Gather:
+    collective: CudaCollective
+    kernels: tuple[SumKernel, ...]  # keeps their modules loaded
+    #: Tag of the call and addresses for each slot.
+    sends: dict[int, tuple[int, list[int]]] = field(default_factory=dict)

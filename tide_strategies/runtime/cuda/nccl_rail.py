@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tide_strategies._native import cuda, nccl
@@ -28,6 +28,7 @@ from tide_strategies.errors import TidePeerError, TideTimeoutError
 from tide_strategies.runtime.bootstrap import Exchange
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda.nccl_domains import NcclDomains
+from tide_strategies.runtime.cuda.rail import Arrival, Part
 from tide_strategies.topology import Topology
 
 _STOP = "All ranks stop rather than go on with incomplete data."
@@ -81,6 +82,7 @@ class NcclRail:
         reduces: Callable[[int], bool] = lambda counter: False,
     ) -> None:
         self.rank, self.timeout_s = domains.rank, domains.timeout_s
+        self.fetches = False  # NCCL writes where it belongs
         self._domains, self._name, self._reduces = domains, name, reduces
         self._places = {r: i for i, r in enumerate(domains.topology.rail_ranks(domains.rank))}
         self._ranks = {i: r for r, i in self._places.items()}
@@ -129,13 +131,16 @@ class NcclRail:
             f"signal rank {peer}", lambda: self._of(counter).signal(place, counter, counter % self._contexts, stream)
         )
 
-    def take(self, writer: int, counter: int, count: int, stream: int) -> None:
+    def take(self, writer: int, counter: int, count: int, stream: int, parts: Sequence[Part] = ()) -> None:
         """Let the stream go on when ``count`` signals have come beyond those that were taken before.
 
         Raises like :meth:`put`.
         """
         signals = [(self._place(writer), count, counter, counter % self._contexts)]
         self._do(f"wait for rank {writer}", lambda: self._of(counter).wait(signals, counter, stream))
+
+    def arrive(self, arrivals: Sequence[Arrival]) -> None:
+        """Nothing: no thread of Python has a part in what comes."""
 
     def check(self) -> None:
         """Raise if a stream has been blocked in :meth:`take`, or the host in NCCL, for longer than ``timeout_s``.
@@ -157,7 +162,7 @@ class NcclRail:
                 f"{self.rank} on the rail (NCCL_DEBUG=INFO tells what it does). {_STOP}"
             )
 
-    def stop(self) -> None:
+    def stop(self, why: str = "") -> None:
         """This rank stops: end NCCL's part at once. From any thread; bounded.
 
         If a stream is still blocked after ``LAST_RESORT_S``, in which the program should have ended, a host that

@@ -12,7 +12,7 @@ all-gather would wait for the network phase before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tide_strategies._native import cuda
@@ -26,8 +26,34 @@ INTAKE = "intake"
 RAILED = frozenset({Space.STAGE, Space.OUTBOX, Space.INBOX})
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Memory of this rank that a put of a peer's fills: ``nbytes`` at byte ``offset`` of (space, index)."""
+
+    space: Space
+    index: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Signals of a counter that a peer sends: the ``total``-th, of all, and all before it."""
+
+    writer: int
+    counter: int
+    total: int
+
+
 class DeviceRail(Protocol):
     """Enqueues on CUDA streams, given by handle. Only the setting up waits on the host for a peer."""
+
+    @property
+    def fetches(self) -> bool:
+        """Whether :meth:`take` has to be told what the signals bring, since it is the rail that puts it in its place.
+
+        Schedules of the peers are built to know it.
+        """
 
     def register(self, space: Space, index: int, memory: cuda.Mapping) -> None:
         """Let memory of a schedule be put from and into. Collective; the same on all ranks, with equal sizes."""
@@ -43,13 +69,20 @@ class DeviceRail(Protocol):
     def notify(self, peer: int, counter: int, stream: int) -> None:
         """Send one signal of ``counter`` to ``peer``, after the puts before it that have the same counter."""
 
-    def take(self, writer: int, counter: int, count: int, stream: int) -> None:
-        """Let the stream go on when ``count`` signals have come beyond those that were taken before."""
+    def take(self, writer: int, counter: int, count: int, stream: int, parts: Sequence[Part] = ()) -> Arrival | None:
+        """Let the stream go on when ``count`` signals have come beyond those that were taken before.
+
+        ``parts`` is what they bring, if the rail :attr:`fetches` it. What is returned, the host has to wait for
+        (:meth:`arrive`) before it gives a stream of the program's what needs it.
+        """
+
+    def arrive(self, arrivals: Sequence[Arrival]) -> None:
+        """Wait on the host until these have arrived, or this rank stops. Bounded in time."""
 
     def check(self) -> None:
-        """Raise a TideTimeoutError if a stream has been blocked in :meth:`take` for too long. Called now and then."""
+        """Raise a TideError if a stream is held up for too long, or for good. Called now and then by the watchdog."""
 
-    def stop(self) -> None:
+    def stop(self, why: str = "") -> None:
         """Hold nothing up any more, whatever the peers do: this rank stops. From the watchdog's thread; bounded."""
 
     def close(self) -> None:
@@ -66,11 +99,16 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """What the rail takes in: so many signals more."""
+    """What the rail takes in: so many signals more, and the parts that they bring, if that is known.
+
+    ``ahead``: only later calls wait for them.
+    """
 
     counter: Counter
     writer: int
     count: int
+    parts: tuple[Part, ...] = ()
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +134,18 @@ class Cut:
     steps: tuple[Step, ...]
 
 
-def cut(schedule: Schedule, node: Sequence[int], inputs: int, program_type: Callable[..., Any]) -> Cut:
-    """Cut and encode a schedule for the rank of it, whose ``node`` has these ranks. Raises like ``encode``."""
-    parts = list(_parts(schedule, node))
+def cut(
+    schedule: Schedule,
+    node: Sequence[int],
+    inputs: int,
+    program_type: Callable[..., Any],
+    schedule_of: Callable[[int], Schedule] | None = None,
+) -> Cut:
+    """Cut and encode a schedule for the rank of it, whose ``node`` has these ranks. Raises like ``encode``.
+
+    ``schedule_of`` builds any rank's, for a rail that has to be told what comes.
+    """
+    parts = list(_parts(schedule, node, _Incoming(schedule.rank, schedule_of)))
     native = [(INTAKE if on_intake else name, part) for name, on_intake, part in parts if isinstance(part, tuple)]
     streams: dict[str, tuple[Op, ...]] = dict.fromkeys([*schedule.streams, INTAKE], ())
     for name, ops in native:
@@ -120,7 +167,38 @@ def cut(schedule: Schedule, node: Sequence[int], inputs: int, program_type: Call
     return Cut(encoded, tuple(Step(name, on_intake, does(part)) for name, on_intake, part in parts))
 
 
-def _parts(schedule: Schedule, node: Sequence[int]) -> Iterator[tuple[str, bool, tuple[Op, ...] | Put | Notify | Take]]:
+class _Incoming:
+    """What the peers' signals bring to a rank, in their order, from the peers' own schedules."""
+
+    def __init__(self, rank: int, schedule_of: Callable[[int], Schedule] | None) -> None:
+        self._rank, self._schedule_of = rank, schedule_of
+        self._known: dict[int, dict[Counter, list[Part | None]]] = {}
+
+    def of(self, counter: Counter, writer: int, before: int, count: int) -> tuple[Part, ...]:
+        """The parts that come with a peer's signals of ``counter`` from number ``before`` up to ``count``."""
+        if self._schedule_of is None:
+            return ()
+        if writer not in self._known:
+            self._known[writer] = self._sent_by(self._schedule_of(writer))
+        sent = self._known[writer].get(counter, [])
+        assert len(sent) >= count, (counter, writer, len(sent), count)
+        return tuple(part for part in sent[before:count] if part is not None and part.nbytes)
+
+    def _sent_by(self, theirs: Schedule) -> dict[Counter, list[Part | None]]:
+        sent: dict[Counter, list[Part | None]] = {}
+        for _, ops in _runs(theirs):
+            for op in ops:
+                if isinstance(op, Put) and op.dst.at == self._rank:
+                    part = Part(op.dst.space, op.dst.index, op.dst.offset, op.nbytes)
+                    sent.setdefault(op.signal, []).append(part)
+                elif isinstance(op, Notify) and op.to == self._rank:
+                    sent.setdefault(op.counter, []).append(None)
+        return sent
+
+
+def _parts(
+    schedule: Schedule, node: Sequence[int], incoming: _Incoming
+) -> Iterator[tuple[str, bool, tuple[Op, ...] | Put | Notify | Take]]:
     """(stream, whether on the intake, native operations or something of the rail's) in the order of issue."""
     taken: dict[tuple[Counter, int], int] = {}
     last = ""
@@ -136,7 +214,7 @@ def _parts(schedule: Schedule, node: Sequence[int]) -> Iterator[tuple[str, bool,
                     yield name, False, tuple(piece)
                 piece = []
                 if isinstance(op, Await):
-                    yield from _take(name, op.counter, op.writer, op.count, taken)
+                    yield from _take(name, op.counter, op.writer, op.count, taken, incoming)
                     piece.append(op)
                 else:
                     assert isinstance(op, (Put, Notify))
@@ -145,16 +223,22 @@ def _parts(schedule: Schedule, node: Sequence[int]) -> Iterator[tuple[str, bool,
             yield name, False, tuple(piece)
     for (counter, writer), total in schedule.advance.items():
         if writer not in node:  # what only later calls wait for
-            yield from _take(last, counter, writer, total, taken)
+            yield from _take(last, counter, writer, total, taken, incoming, ahead=True)
 
 
 def _take(
-    stream: str, counter: Counter, writer: int, count: int, taken: dict[tuple[Counter, int], int]
+    stream: str,
+    counter: Counter,
+    writer: int,
+    count: int,
+    taken: dict[tuple[Counter, int], int],
+    incoming: _Incoming,
+    ahead: bool = False,
 ) -> Iterator[tuple[str, bool, tuple[Op, ...] | Take]]:
     before = taken.get((counter, writer), 0)
     if count > before:
         taken[counter, writer] = count
-        yield stream, True, Take(counter, writer, count - before)
+        yield stream, True, Take(counter, writer, count - before, incoming.of(counter, writer, before, count), ahead)
         yield stream, True, (Taken(counter, writer, count),)
 
 
@@ -173,10 +257,11 @@ def _is_sent(op: Op, node: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RailCall:
-    """One use of a cut schedule: the native call, and the addresses that the rail reads from."""
+    """One use of a cut schedule: the native call, the addresses that the rail reads from, and what is to arrive."""
 
     native: Any
     bases: Sequence[int]
+    arrivals: list[Arrival] = field(default_factory=list)
 
 
 def enqueue(
@@ -195,7 +280,10 @@ def enqueue(
         if isinstance(step.does, int):
             call.native.enqueue(step.does, stream)
         elif isinstance(step.does, Take):
-            rail.take(step.does.writer, number(step.does.counter), step.does.count, stream)
+            take = step.does
+            arrival = rail.take(take.writer, number(take.counter), take.count, stream, take.parts)
+            if arrival is not None and not take.ahead:
+                call.arrivals.append(arrival)
         elif isinstance(step.does.op, Put):
             put = step.does.op
             source, dst = call.bases[step.does.base] + put.src.offset, put.dst

@@ -131,7 +131,7 @@ class Watchdog:
         try:  # what is taken for later calls, no call waits for yet
             if self._rail is not None:
                 self._rail.check()
-        except TideTimeoutError as e:
+        except (TidePeerError, TideTimeoutError) as e:
             return e
         return None
 
@@ -156,7 +156,7 @@ class Watchdog:
         self._control.release()
         try:
             if self._rail is not None:
-                self._rail.stop()
+                self._rail.stop(str(failure))
         except Exception as e:  # what follows matters more
             print(f"tide_strategies: the rail could not be stopped: {e}", file=sys.stderr, flush=True)
         print(f"tide_strategies: {failure}", file=sys.stderr, flush=True)

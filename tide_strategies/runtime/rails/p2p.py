@@ -8,14 +8,11 @@ stream: whatever the schedules do, what was sent is taken in.
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import datetime
 import os
 import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,20 +22,25 @@ import torch
 import torch.distributed as dist
 
 from tide_strategies._native import Arena
+from tide_strategies.runtime.rails.gloo import (
+    LINGER_S,
+    WHILE_CONNECTED,
+    break_off,
+    bytes_at,
+    close_at_exit,
+    connect_gloo,
+    join,
+    lost,
+    tensor_at,
+)
 from tide_strategies.runtime.rails.message import INLINE_BYTES, MESSAGE_BYTES, Kind, Message, parse, payload
 from tide_strategies.topology import Topology
 
 _MESSAGES, _BYTES, _NOBODY = 1, 2, 3  # tags
 #: Messages that may come in while one is dealt with.
 _AHEAD = 4
-#: An idle receiver waits for as long as the connection lasts; waits for what is due are bounded where they are made.
-_WHILE_CONNECTED = datetime.timedelta(days=3650)
 #: Beyond ``timeout_s``, so that whoever waits for a send has the first word.
 _GRACE_S = 5.0
-#: How long a rank that leaves waits for the others to leave as well.
-_LINGER_S = 5.0
-
-_open: weakref.WeakSet[P2PRail] = weakref.WeakSet()
 
 
 class P2PRail:
@@ -73,7 +75,7 @@ class P2PRail:
             self._receivers[peer] = _Receiver(self, peer, place)
         for thread in (*self._senders.values(), *self._receivers.values()):
             thread.start()
-        _open.add(self)
+        close_at_exit(self)
 
     def notify(self, peer: int, counter: int, seq: int, tag: int) -> None:
         """See :meth:`Rail.notify`."""
@@ -87,7 +89,7 @@ class P2PRail:
         if nbytes > INLINE_BYTES:
             sender.send(Message(Kind.LONG_PUT, counter, seq, tag, region, offset, nbytes), address=address)
             return
-        sender.send(Message(Kind.PUT, counter, seq, tag, region, offset, nbytes), _bytes(address, nbytes))
+        sender.send(Message(Kind.PUT, counter, seq, tag, region, offset, nbytes), bytes_at(address, nbytes))
         # It has been read, perhaps before longer ones: that is in order, for all puts so far are awaited at once.
         self._arena.deliver(self._railed, peer)
 
@@ -104,7 +106,7 @@ class P2PRail:
         for sender in self._senders.values():
             # Codes of this package are small positive numbers.
             sender.send(Message(Kind.ABORT, code, rank, nbytes=len(text)), text)
-        self._flush(_LINGER_S)
+        self._flush(LINGER_S)
 
     def close(self) -> None:
         """See :meth:`Rail.close`."""
@@ -117,13 +119,13 @@ class P2PRail:
     def _end_threads(self) -> None:
         for sender in self._senders.values():
             sender.send(Message(Kind.LEAVE))
-        self._flush(_LINGER_S)
+        self._flush(LINGER_S)
         # Closing a connection could take from a peer what it has not read yet: it takes leave when it has.
         if self._arena.aborted() is None:
-            _join(self._receivers.values(), _LINGER_S)
+            join(self._receivers.values(), LINGER_S)
         self._disconnect()
-        _join(self._receivers.values(), _LINGER_S)
-        _join(self._senders.values(), _LINGER_S)
+        join(self._receivers.values(), LINGER_S)
+        join(self._senders.values(), LINGER_S)
 
     def _flush(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -135,14 +137,10 @@ class P2PRail:
                 mark.wait(0.02)
 
     def _disconnect(self) -> None:
-        """Make every wait of the threads end: to gloo, a wait that times out means that the group is broken."""
+        """Make every wait of the threads end."""
         for peer, place in self._places.items():
             if self._receivers[peer].is_alive() or self._senders[peer].is_alive():
-                try:
-                    work = self._group.recv([torch.empty(1, dtype=torch.uint8)], place, _NOBODY)
-                    work.wait(datetime.timedelta(milliseconds=1))
-                except RuntimeError:
-                    pass  # as it should
+                break_off(self._group, place, _NOBODY)
         for sender in self._senders.values():
             sender.under_way.put(None)
 
@@ -165,12 +163,12 @@ class _Sender(threading.Thread):
         """Begin to send a message with ``text`` in it, or with the bytes at ``address`` behind it."""
         tensors = [torch.frombuffer(message.pack(text), dtype=torch.uint8)]
         if message.kind is Kind.LONG_PUT:
-            tensors.append(_memory(address, message.nbytes))
+            tensors.append(tensor_at(address, message.nbytes))
         send = self._rail._group.send
         try:
             works = [send([t], self._place, tag) for t, tag in zip(tensors, (_MESSAGES, _BYTES), strict=False)]
         except RuntimeError as e:  # the connection is gone, which matters to those who wait for the peer
-            self._rail._lose(self._peer, _lost(e))
+            self._rail._lose(self._peer, lost(e))
             return
         self.under_way.put(_Sending(works, tensors, message.kind is Kind.LONG_PUT))
 
@@ -185,7 +183,7 @@ class _Sender(threading.Thread):
                 if sending.reads:
                     self._rail._arena.deliver(self._rail._railed, self._peer)
         except Exception as e:
-            self._rail._lose(self._peer, _lost(e))
+            self._rail._lose(self._peer, lost(e))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +207,7 @@ class _Receiver(threading.Thread):
             posted = deque(self._post(bytearray(MESSAGE_BYTES)) for _ in range(_AHEAD))
             while True:
                 work, buffer = posted.popleft()
-                work.wait(_WHILE_CONNECTED)
+                work.wait(WHILE_CONNECTED)
                 message = parse(buffer, [nbytes for _, nbytes in rail._memory], rail._arena.counters)
                 if not self._take(message, buffer):
                     return
@@ -217,7 +215,7 @@ class _Receiver(threading.Thread):
         except ValueError as e:
             rail._lose(self._peer, f"has sent {e}")
         except Exception as e:
-            rail._lose(self._peer, _lost(e))
+            rail._lose(self._peer, lost(e))
 
     def _post(self, buffer: bytearray) -> tuple[Any, bytearray]:
         tensor = torch.frombuffer(buffer, dtype=torch.uint8)
@@ -235,56 +233,13 @@ class _Receiver(threading.Thread):
         if message.nbytes:
             address = rail._memory[message.region][0] + message.offset
             if message.kind is Kind.PUT:
-                _bytes(address, message.nbytes)[:] = payload(buffer, message)
+                bytes_at(address, message.nbytes)[:] = payload(buffer, message)
             else:
-                rail._group.recv([_memory(address, message.nbytes)], self._place, _BYTES).wait(self._bound)
+                rail._group.recv([tensor_at(address, message.nbytes)], self._place, _BYTES).wait(self._bound)
         arena.deliver(message.counter, self._peer, 1, message.seq, message.tag)
         return True
 
 
 def open_rail(group: dist.ProcessGroup, topology: Topology, rank: int, name: str, timeout_s: float) -> P2PRail:
-    """Connect the ranks on the rail of ``rank``. Collective among them.
-
-    Args:
-        group: the process group of all ranks of ``topology``; its store is where they find each other.
-        topology: its nodes.
-        rank: this rank in the group.
-        name: of all rails of this installation, alike on all ranks and never used before.
-        timeout_s: bound of every wait for a peer.
-
-    Raises:
-        RuntimeError: gloo cannot connect them.
-    """
-    store = dist.PrefixStore(f"tide/{name}/{topology.local_of(rank)}", group.get_group_store())
-    # A group of its own: what breaks here breaks nothing of the program's, and its tags are nobody else's. Not one of
-    # new_group's, whose name an earlier one of the same ranks may have had in the store.
-    timeout = datetime.timedelta(seconds=timeout_s)
-    rail = dist.ProcessGroupGloo(store, topology.node_of(rank), topology.nodes, timeout)
-    return P2PRail(rail, topology.rail_ranks(rank), rank, timeout_s)
-
-
-def _bytes(address: int, nbytes: int) -> memoryview:
-    """The bytes at ``address``; whoever uses it keeps the memory."""
-    return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")
-
-
-def _memory(address: int, nbytes: int) -> torch.Tensor:
-    """The bytes at ``address`` as a tensor; whoever uses it keeps the memory."""
-    return torch.frombuffer(_bytes(address, nbytes), dtype=torch.uint8)
-
-
-def _lost(error: Exception) -> str:
-    return f"cannot be reached any more ({str(error).splitlines()[0][:200]})"
-
-
-def _join(threads: Any, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-
-
-@atexit.register
-def _close_all() -> None:
-    """A thread that is still within gloo when the interpreter finalises would end the process with an abort."""
-    for rail in list(_open):
-        rail.close()
+    """Connect the ranks on the rail of ``rank``. Collective; arguments and errors as of :func:`connect_gloo`."""
+    return P2PRail(connect_gloo(group, topology, rank, name, timeout_s), topology.rail_ranks(rank), rank, timeout_s)

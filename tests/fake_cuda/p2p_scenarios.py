@@ -1,0 +1,145 @@
+"""Nodes of GPUs that are connected by messages: engines on the fake driver, gloo between processes."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import signal
+import tempfile
+import time
+
+import numpy as np
+import torch.distributed as dist
+from nodes_scenarios import SIZES, TIMEOUT_S, Rank, bf16, check_collectives, lost
+from path_scenarios import check_steps
+from ranks import launch, values
+from stage import memory, play, scenario, until
+
+from tide_strategies.collectives.schedule import Item
+from tide_strategies.config import TideConfig
+from tide_strategies.errors import TidePeerError, TideTimeoutError
+from tide_strategies.fsdp2 import connect
+from tide_strategies.runtime.cuda import p2p_rail, p2p_threads
+from tide_strategies.runtime.hosts import Placement
+from tide_strategies.topology import Topology
+
+#: So small that most puts go in several pieces.
+p2p_rail._LEAST = p2p_rail._MOST = 192
+
+
+def messages(exchange, rank, topology, device, timeout_s, book):
+    """The rail as a program gets it, which has a process group of its ranks."""
+    if not dist.is_initialized():
+        path = exchange(os.path.join(tempfile.mkdtemp(), "store").encode())[0].decode()
+        bound = datetime.timedelta(seconds=60)
+        store = dist.FileStore(path, topology.ranks)
+        dist.init_process_group("gloo", store=store, timeout=bound, world_size=topology.ranks, rank=rank)
+    connect.CallBook = lambda *_: book
+    config = TideConfig.from_any({"timeout_s": timeout_s})
+    return connect._device_rail(exchange, dist.group.WORLD, Placement(topology, "p2p", ""), device, config, 0)
+
+
+@scenario
+def collectives_and_steps_run_over_messages():
+    """All-gathers land every shard; reductions give the bytes of the CPU's executor; training gets through.
+
+    With one hardware queue, and a host that waits for the device before every launch, as well: threads that bring what
+    the device awaits need nothing of the driver, and streams are given everything in order.
+    """
+    for shape, *how in [
+        ((2, 1), Item.F32, False, 4096),
+        ((2, 2), Item.BF16, True, 64),
+        ((4, 1), Item.F32, True, 64),
+    ]:
+        found = values(launch(shape[0] * shape[1], check_collectives, shape, *how, messages))
+        assert all(launches > 0 for launches in found)
+    os.environ["FAKE_CUDA_CONNECTIONS"] = "1"
+    os.environ["FAKE_CUDA_BLOCKING"] = "1"
+    check_steps([((2, 2), False, None, messages)])
+
+
+def _lost_rank():
+    """Killed, rank 3 is dead to its own host; rank 1, on another, has lost a connection; rank 0 is told."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = launch(4, lost, "killed", folder, messages, 2)
+        found = values(launch(4, lost, "stalled", folder, messages, 2))
+        wrote = len(os.listdir(folder))
+    assert wrote == 3 + 4, "what each watchdog saw"
+    assert results[3].exit_code == -signal.SIGKILL
+    killed = values(results[:3])
+    assert {kind for kind, _, _ in killed} == {"TidePeerError"}, killed
+    assert any("rank 3 cannot be reached any more" in words or "rank 3 is dead" in words for _, words, _ in killed[:2])
+    assert all(took < TIMEOUT_S["killed"] for _, _, took in killed), killed
+    assert found[3][0] == "stalled"  # it was told
+    timeouts = [words for kind, words, _ in found[:3] if kind == "TideTimeoutError"]
+    assert timeouts, found
+    assert {kind for kind, _, _ in found[:3]} <= {"TideTimeoutError", "TidePeerError"}, found
+    assert all("of rank " in words and ": expected" in words for words in timeouts), timeouts
+    assert all(took < 15 for _, _, took in found[:3]), found
+
+
+def _spoiled(rank, exchange, how):
+    """Reduce again and again while rank 1 does something wrong; what each is told, and how long it took to end."""
+    if how == "deaf" and rank == 1:
+        p2p_threads.Incoming._work = lambda self: self._link.ending.wait(60)
+    slow = how == "deaf"
+    here = Rank(
+        *(rank, exchange, Topology(2, 1), rank),
+        **{"chunk_bytes": 256, "timeout_s": 1.0 if slow else 20.0, "connect": messages, "host_ranks": 1},
+    )
+    here.engine.watchdog._main = 0  # the error rises where a call begins, and nowhere else
+    group, begun = here.groups[0], time.monotonic()
+    output, gradients = memory(group.layout.output_items * 4, rank), [bf16(np.ones(s)) for s in SIZES]
+    try:
+        for turn in range(1000):
+            if turn == 2 and rank == 1:
+                here.rail._out[0][1]._messages += {"doubled": -1, "missing": 1}.get(how, 0)
+            if not (slow and rank == 1):
+                here.reduce(group, gradients, output, Item.F32, 1.0)
+            here.engine.watchdog.check()
+            time.sleep(0.02)
+    except (TidePeerError, TideTimeoutError) as error:
+        took, words = time.monotonic() - begun, str(error)
+        until(lambda: here.engine.control.outstanding() == here.rail.outstanding() == 0, 10)
+        closing = time.monotonic()
+        here.engine.close()
+        alive = [t.name for t in here.rail._threads() if t.is_alive()]
+        return type(error).__name__, words, took, time.monotonic() - closing, alive
+    return "nothing", "", 0.0, 0.0, []
+
+
+def _wrong_on_the_way():
+    """Messages that are missing or come twice; a rank that does not receive. And then the rail ends in time."""
+    for how, words in [
+        ("doubled", "rank 1 has sent message "),
+        ("missing", "rank 1 has sent message "),
+        (
+            "deaf",
+            "no progress within timeout_s=1: rank 0 has sent to rank 1 for reduce-scatters what that does not receive",
+        ),
+    ]:
+        found = values(launch(2, _spoiled, how))
+        (kind, said, _, _, _), (other, told, _, _, _) = found
+        assert kind == ("TideTimeoutError" if how == "deaf" else "TidePeerError"), found
+        assert words in said, said
+        assert other == "TidePeerError", found
+        assert "rank 0 stopped first: " in told, told
+        assert words in told, told
+        if how in ("doubled", "missing"):
+            was, due = (int(n) for n in re.findall(r"message (\d+)", said))
+            assert was == due + (1 if how == "missing" else -1), said
+        for _, _, took, closing, alive in found:
+            assert took < 10, found
+            assert closing < 8, found
+            assert alive == [], found
+
+
+@scenario
+def what_goes_wrong_ends_all_ranks_in_time():
+    _lost_rank()
+    _wrong_on_the_way()
+
+
+if __name__ == "__main__":
+    play(globals())
