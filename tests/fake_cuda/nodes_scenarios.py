@@ -173,11 +173,10 @@ class Rank:
         if isinstance(self.rail, MessageRail):
             self.rail.reach(self.engine)
         ring = SlotRing(lambda: self.engine.add_slot(max(x.landing_bytes for x in shapes), "ring"), 2)
-        common = chunk_bytes, FakeKernels(device), 4
-        self.groups = [
-            CudaGroup(self.engine, f"group {i}", x, ring, *common, slot_reuse=slot_reuse, plan=plan)
-            for i, x in enumerate(shapes)
-        ]
+        ctas = 1 + rank % 3, 1 + rank // 2  # of sums and landings: no count changes a bit
+        modes = {"landing_ctas": ctas[1], "slot_reuse": slot_reuse, "plan": plan}
+        common = chunk_bytes, FakeKernels(device), ctas[0]
+        self.groups = [CudaGroup(self.engine, f"group {i}", x, ring, *common, **modes) for i, x in enumerate(shapes)]
         self.streams = {name: cuda.Stream(device, -1) for name in STREAMS}
         self.alone = cuda.Control(device, 1, 0, 1, memory(device=device), [None])
         self.keep = []
