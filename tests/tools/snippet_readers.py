@@ -336,7 +336,7 @@ NOT_RUN: dict[tuple[str, str], str] = {
     ("docs/benchmarks.md", "tide bench interference"): _GPU,
     ("docs/benchmarks.md", "make bench-gpu BENCHMARKS=collectives"): _GPU,
     ("docs/benchmarks.md", "make bench-gpu BENCHMARKS=interference"): _GPU,
-    ("docs/benchmarks.md", "tide bench step --device cuda --tokens"): _GPU,
+    ("docs/benchmarks.md", "tide bench step --device cuda --steps"): _GPU,
     ("docs/benchmarks.md", "tide bench step --device cuda --sweep"): _GPU,
     ("docs/benchmarks.md", "LD_PRELOAD="): _GPU,
     ("docs/benchmarks.md", "make test-gpu"): _GPU,
