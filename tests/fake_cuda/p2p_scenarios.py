@@ -31,13 +31,18 @@ from tide_strategies.topology import Topology
 p2p_rail._LEAST = p2p_rail._MOST = 192
 
 
-def messages(exchange, rank, topology, device, timeout_s, book):
-    """The rail as a program gets it, which has a process group of its ranks."""
+def join(exchange, rank, size):
+    """The process group that a program has."""
     if not dist.is_initialized():
         path = exchange(os.path.join(tempfile.mkdtemp(), "store").encode())[0].decode()
         bound = datetime.timedelta(seconds=60)
-        store = dist.FileStore(path, topology.ranks)
-        dist.init_process_group("gloo", store=store, timeout=bound, world_size=topology.ranks, rank=rank)
+        store = dist.FileStore(path, size)
+        dist.init_process_group("gloo", store=store, timeout=bound, world_size=size, rank=rank)
+
+
+def messages(exchange, rank, topology, device, timeout_s, book):
+    """The rail as a program gets it, which has a process group of its ranks."""
+    join(exchange, rank, topology.ranks)
     connect.CallBook = lambda *_: book
     config = TideConfig.from_any({"timeout_s": timeout_s})
     return connect._device_rail(exchange, dist.group.WORLD, Placement(topology, "p2p", ""), device, config, 0)
@@ -180,6 +185,25 @@ def what_goes_wrong_ends_all_ranks_in_time():
     _wrong_on_the_way()
     words, _ = values(launch(2, _left))
     assert "rank 1 has left (TIDE was closed there, or the program ended): rank 0 " in words, words
+
+
+def _rates(rank, exchange, form):
+    """Rates over messages that are as long as ever, between ranks that do not reach each other's memory."""
+    from probing_scenarios import Card, check_rates, measured
+
+    p2p_rail._LEAST = p2p_rail._MOST = 1 << 16
+    join(exchange, rank, form[0] * form[1])
+    Card.install(rank % 2)
+    found = measured(rank, exchange, form, "cuda ranks: push", dist.group.WORLD, rail="p2p")
+    check_rates(found, form)
+    return found
+
+
+@scenario
+def rates_are_measured_over_messages():
+    for form in ((2, 1), (2, 2)):
+        found = values(launch(form[0] * form[1], _rates, form))
+        assert all(rates == found[0] for rates in found)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from stage import (
     controls,
     fake,
     finish,
+    lone_control,
+    memory,
     play,
     program,
     raises,
@@ -174,6 +176,54 @@ def release_frees_present_and_future_waits():
     assert time.monotonic() - begun < 6.0
     fake.fake_hold_host_copies(0)
     finish()  # what was held back is written before its memory goes
+
+
+@scenario
+def threads_of_the_host_let_streams_go_on():
+    """And streams tell them how far they have come, through words and bytes in host memory; without the driver."""
+    control, host, stream = cuda.Control.in_host_memory(0, 2, 0, 4), cuda.HostMemory(0, 96, 2), cuda.Stream(0, 0)
+    source, target = memory(), memory()
+    array(source, np.uint8, 0, 64)[:] = np.arange(64)
+    array(target, np.uint8)[:] = 0xEE
+    wait = program([[AWAIT, 0, 1, 2]], n_counters=1, advance=[(0, 1, 2)])
+    host.fetch(32, source.address, 64, stream.handle)
+    host.mark(1, 2**32 - 1, stream.handle)
+    wait.begin(control, [], [3], 7, 1.0).enqueue(0, stream.handle)
+    host.store(target.address + 16, 32, 64, stream.handle)
+    host.mark(1, 0, stream.handle)  # words go round
+    assert host.marked(1, 2**32 - 1, 10.0)
+    until(lambda: control.overdue(0.0) != [])
+    control.deliver(3, 1, 1)
+    (found,) = control.overdue(0.0)
+    assert (found["counter"], found["writer"], found["expected"], found["seen"]) == (3, 1, 2, 1)
+    begun, before = time.monotonic(), calls("cuCtxPushCurrent")
+    assert not host.marked(1, 0, 0.05)
+    assert not control.delivered(3, 1, 2, 0.05)
+    assert time.monotonic() - begun < 5
+    control.deliver(3, 1, 2)
+    assert control.delivered(3, 1, 2, 0.0)
+    assert host.marked(1, 0, 10.0)
+    assert calls("cuCtxPushCurrent") == before, "the driver was asked"
+    assert list(array(target, np.uint8, 0, 96)) == [0xEE] * 16 + list(range(64)) + [0xEE] * 16
+    wait.begin(control, [], [3], 7, 1.0).enqueue(0, stream.handle)
+    assert control.release()
+    until(lambda: control.outstanding() == 0)
+    control.deliver(3, 1, 0)
+    assert control.delivered(3, 1, 4 + 2**30, 0.0), "what is released stays so"
+    with raises(ValueError, "the cells of this control are not in host memory"):
+        lone_control().deliver(0, 0, 1)
+    with raises(ValueError, "counter is 4; allowed: 0 to 3"):
+        control.deliver(4, 1, 1)
+    with raises(ValueError, "offset is 33; allowed: 0 to 32"):
+        host.fetch(33, source.address, 64, stream.handle)
+    with raises(ValueError, "bytes is 97; allowed: 0 to 96"):
+        host.store(target.address, 0, 97, stream.handle)
+    with raises(ValueError, "index is 2; allowed: 0 to 1"):
+        host.mark(2, 1, stream.handle)
+    with raises(ValueError, "is a default stream"):
+        host.mark(1, 1, 0)
+    with raises(ValueError, "bytes is 0; allowed: 1 to "):
+        cuda.HostMemory(0, 0)
 
 
 @scenario

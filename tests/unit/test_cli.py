@@ -176,6 +176,17 @@ def test_whatever_a_file_is_it_holds_nobody_up_and_ends_in_words(
             name.unlink(missing_ok=True)
 
 
+def test_no_file_of_a_rank_holds_an_autopsy_up(tmp_path: Path, capsys: Output) -> None:
+    os.mkfifo(tmp_path / "tide-a.json")
+    (tmp_path / "tide-b.json").mkdir()
+    (tmp_path / "tide-c.json").touch()
+    os.truncate(tmp_path / "tide-c.json", 3 << 30)
+    assert run("autopsy", str(tmp_path)) == 1
+    said = capsys.readouterr().err
+    for words in ("tide-a.json: no regular file", "tide-b.json: IsADirectoryError", "tide-c.json: no regular file, or"):
+        assert words in said
+
+
 @pytest.mark.parametrize("depth", [600, 5000])
 @pytest.mark.parametrize("suffix", [".json", ".yaml"])
 def test_an_options_file_of_sections_without_end_is_refused(

@@ -12,6 +12,7 @@ from typing import Any
 
 from tide_strategies.cli.tables import table, wrapped
 from tide_strategies.errors import TideConfigError
+from tide_strategies.planner.reading import read_bytes
 
 _ABOUT = """\
 Set TIDE_AUTOPSY=DIR in the environment of the job (or the option debug.autopsy). When the job stops because a rank
@@ -94,9 +95,10 @@ def read(folder: Path) -> tuple[list[Record], list[str]]:
     refused = []
     for file in sorted(folder.glob("tide-*.json")):
         try:
-            if file.stat().st_size > _MAX_BYTES:
-                raise ValueError("too large")
-            record = _parse(json.loads(file.read_bytes()))
+            record = _parse(json.loads(read_bytes(file, _MAX_BYTES)))
+        except TideConfigError as e:
+            refused.append(f"{file.name}: {e}")
+            continue
         except (OSError, ValueError, RecursionError) as e:
             refused.append(f"{file.name}: {type(e).__name__}: {e}")
             continue

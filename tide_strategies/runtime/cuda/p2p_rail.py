@@ -89,7 +89,7 @@ class CudaP2PRail:
         self._memory: dict[tuple[Space, int], tuple[cuda.HostMemory, int]] = {}  # and where it is on the device
         self._takes: dict[tuple[int, int], cuda.Program] = {}
         self._taken: dict[tuple[int, int], int] = {}  # signals by (writer, counter)
-        self._gone: dict[int, str] = {}
+        self._gone: dict[int, tuple[str, float]] = {}  # why, and since when
         self._fault: TidePeerError | None = None
         shared = _SENDING_BYTES // (len(_KINDS) * (topology.nodes - 1) * PIECES)  # the same on all ranks
         piece_bytes = min(max(shared >> 12 << 12, _LEAST), _MOST)
@@ -181,10 +181,12 @@ class CudaP2PRail:
         begun = time.monotonic()
         for a in arrivals:
             while not self._control.delivered(a.counter, a.writer, a.total, _SLICE_S):
-                waited, words = time.monotonic() - begun, self._words(a.counter, a.writer)
-                if a.writer in self._gone and waited > _SUSPICIOUS_S:
-                    raise TidePeerError(f"TIDE: rank {a.writer} {self._gone[a.writer]}: {words}. {_STOP}")
-                if waited > self.timeout_s + _STARVED_S:  # who watches the streams has the first word
+                # Who watches the streams has the first word.
+                now, words = time.monotonic(), self._words(a.counter, a.writer)
+                gone, since = self._gone.get(a.writer, ("", now))
+                if now - since > 2 * _SUSPICIOUS_S:
+                    raise TidePeerError(f"TIDE: rank {a.writer} {gone}: {words}. {_STOP}")
+                if now - begun > self.timeout_s + _STARVED_S:
                     raise TideTimeoutError(f"TIDE: no progress within timeout_s={self.timeout_s:g}: {words}. {_STOP}")
 
     def check(self) -> None:
@@ -199,8 +201,8 @@ class CudaP2PRail:
         if self._fault is not None:
             raise self._fault
         for wait in self._control.overdue(min(_SUSPICIOUS_S, self.timeout_s)):
-            gone = self._gone.get(wait["writer"])
-            if gone is not None:
+            if wait["writer"] in self._gone:
+                gone, _ = self._gone[wait["writer"]]
                 raise TidePeerError(f"TIDE: rank {wait['writer']} {gone}: {self._blocked(wait)}. {_STOP}")
         for wait in self._control.overdue(self.timeout_s):
             raise TideTimeoutError(
@@ -257,7 +259,7 @@ class CudaP2PRail:
         return self._out[peer][self._book.reduces(counter)]
 
     def _lose(self, peer: int, words: str, fault: bool) -> None:
-        self._gone.setdefault(peer, words)
+        self._gone.setdefault(peer, (words, time.monotonic()))
         if fault and self._fault is None:
             self._fault = TidePeerError(f"TIDE: rank {peer} {words}. {_STOP}")
 
