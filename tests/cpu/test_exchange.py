@@ -70,14 +70,17 @@ def _malformed(rank: int, world: int, _: Any) -> dict[str, Any]:
     structure = []
     for other in OTHER_SHAPES:
         if rank == 1:
+            exchange_json(exchange, "0" * 64)  # another digest, upon which all is said
             exchange_json(exchange, other)
         else:
             described = [{"name": "(root)", "parameters": {}}]
             structure.append(
                 raised(TideMismatchError, agree_on_groups, [dist.group.WORLD], described, ["TIDE-OK"], 30.0)[0]
             )
-    for other in (3, ["x"]):
+    for other, before in ((3, "0" * 64), (["x"], "0" * 64), (3, None), ({"plan": "auto"}, None), ("0", None)):
         if rank == 1:
+            if before is not None:
+                exchange_json(exchange, before)
             exchange_json(exchange, other)
         else:
             structure.append(raised(TideMismatchError, agree_on_options, [dist.group.WORLD], {"plan": "auto"}, 30.0)[0])
@@ -91,7 +94,7 @@ def test_what_is_no_message_is_refused_in_words_on_every_rank() -> None:
     for words in [*first["malformed"], *second["malformed"]]:
         assert "rank 1 of the group sent something that is no TIDE message" in words
         assert "same version" in words
-    assert len(first["structure"]) == len(OTHER_SHAPES) + 2
+    assert len(first["structure"]) == len(OTHER_SHAPES) + 5
     for words in first["structure"]:
         assert "rank 1" in words
         assert len(words) < 600

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import traceback
 from typing import Any
 
@@ -252,18 +253,35 @@ def test_knobs_that_keep_the_order_of_additions_keep_every_bit() -> None:
         assert same == [True] * len(configs)
 
 
-def _lost(rank: int, world: int, _: None) -> None:
+#: A wait looks for dead peers ten times a second; the rest is for a machine that is busy. Far below the timeout.
+LOST_S, TIMEOUT_S = 0.1 + 6.0, 30.0
+
+
+def _lost(rank: int, world: int, lost: tuple[int, ...]) -> tuple[str, str, float]:
+    """Train until ``lost`` are killed: what this rank is told, and how long after it began that step."""
     model = build(Case("lost", policy=BF16), world)
-    apply_tide(model, {"timeout_s": 5, "topology": "2x2"})
-    for step in range(4):
-        if step == 2 and rank == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        model(batch(step, rank)).sum().backward()
+    apply_tide(model, {"timeout_s": TIMEOUT_S, "topology": "2x2"})
+    begun = 0.0
+    try:
+        for step in range(4):
+            begun = time.monotonic()
+            if step == 2 and rank in lost:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(batch(step, rank)).sum().backward()
+    except Exception as e:
+        return type(e).__name__, str(e), time.monotonic() - begun
+    return "nothing", "", time.monotonic() - begun
 
 
-def test_a_killed_rank_ends_the_ranks_of_every_node() -> None:
-    results = launch_raw(4, _lost, timeout=60)
-    assert results[3].exit_code == -signal.SIGKILL
-    for r in results[:3]:
-        assert r.error_type == "TidePeerError", r.error
-    assert any("rank 3" in str(r.error) for r in results[:3])
+@pytest.mark.parametrize("lost", [(3,), (2, 3)], ids=["a rank", "a node"])
+def test_who_is_killed_ends_the_ranks_of_every_node_in_time_and_is_named(lost: tuple[int, ...]) -> None:
+    results = launch_raw(4, _lost, lost, timeout=60)
+    for r, result in enumerate(results):
+        if r in lost:
+            assert result.exit_code == -signal.SIGKILL
+            continue
+        assert result.error is None, result.error
+        kind, words, took = result.value
+        assert kind == "TidePeerError", words
+        assert any(f"rank {dead}" in words for dead in lost), words
+        assert took < LOST_S < TIMEOUT_S, (r, took, words)

@@ -33,7 +33,9 @@ class World:
     def buffer(self, rank: int, space: Space, index: int, nbytes: int) -> np.ndarray:
         return self.memory.setdefault((rank, space, index), np.full(max(nbytes, 1), 0xFF, np.uint8))
 
-    def run(self, calls: list[list[tuple[Schedule, list[np.ndarray], int, np.ndarray | None]]]) -> None:
+    def run(
+        self, calls: list[list[tuple[Schedule, list[np.ndarray], int, np.ndarray | None]]], divisor: float = 1.0
+    ) -> None:
         """Run each rank's calls (schedule, inputs, landing slot, output) in a thread of its own."""
         for rank, own in enumerate(calls):
             for schedule, _, _, _ in own:
@@ -44,7 +46,7 @@ class World:
 
         def thread(rank: int) -> None:
             for n, (program, bases, counters) in enumerate(prepared[rank]):
-                outcome = program.replay(self.arenas[rank], bases, counters, n + 1, 1.0, TIMEOUT_S)
+                outcome = program.replay(self.arenas[rank], bases, counters, n + 1, divisor, TIMEOUT_S)
                 if outcome.status != "ok":
                     failures.append(f"rank {rank}, call {n}: {outcome.status} at {outcome.op}")
                     return

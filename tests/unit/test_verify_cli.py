@@ -25,12 +25,37 @@ def test_base_plans_end_with_the_counts(capsys, monkeypatch) -> None:
     assert main(["verify", "--base-plans", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["nodes"], found["accepted"], found["rejected"]) == (True, 128, 10, 2)
+    assert found["queue_pairs"] == {"whole": 512, "rails": 64, "runtime": 128}
+    assert found["barrier_steps"] == {"whole": 16384, "rails": 256, "runtime": 512}
     assert (found["copies"]["flat"], found["copies"]["coalesced"]) == (107520, 13440)
 
 
 def test_real_geometry_is_verified(capsys) -> None:
     assert main(["verify", "--topology", "2x2", "--preset", "qwen3-30b-a3b", "--calls", "2"]) == 0
     assert "6 workloads, 48 results complete, nothing wrong" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("topology", ["2x2", "4x1", "1x2"])
+def test_what_gpus_run_is_verified_too(capsys, topology) -> None:
+    """Streams side by side, and a landing per rank or multicast; a part of what a user may choose."""
+    words = {"--side-by-side": "side by side, a landing per rank", "--multicast": "side by side, multicast"}
+    for options in (["--side-by-side"], ["--side-by-side", "--multicast"]):
+        knobs = ["--calls", "1", "--round-width", "1", "--chunk-bytes", str(1 << 20), *options]
+        assert main(["verify", "--topology", topology, "--preset", "qwen3-30b-a3b", *knobs]) == 0
+        *lines, last = capsys.readouterr().out.splitlines()
+        assert "nothing wrong" in last
+        assert all(words[options[-1]] in line for line in lines)
+
+
+def test_what_no_schedule_can_have_is_told(capsys) -> None:
+    assert main(["verify", "--topology", "2x2", "--multicast"]) == 2
+    assert "give both" in capsys.readouterr().err
+    assert main(["verify", "--topology", "2x2", "--chunk-bytes", "7"]) == 1
+    assert "chunk_bytes must be a multiple of 16 from 32; got 7" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main(["verify", "--topology", "2x2", "--round-width", "0"])
+    assert end.value.code == 2
+    assert "--round-width: must be a whole number from 1" in capsys.readouterr().err
 
 
 def test_a_part_of_the_sample_is_clean_in_words_and_as_json(capsys, monkeypatch) -> None:

@@ -1,16 +1,22 @@
 """Nothing breaks silently: every fault of every kind is found, and no wait, signal or zero is there for nothing."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
+from broken_callers import (
+    release_gradients_first,
+    skip_call,
+    swap_calls,
+    use_before_it_is_complete,
+    vacate_first,
+    without_join,
+)
 
 from tide_strategies.collectives.plan import BasePlan
 from tide_strategies.collectives.schedule import Await, Copy, Item, Notify, Put, Schedule, Space, Sum
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.topology import Topology
 from tide_strategies.verify.faults import FAULTS, broken, found, places, redundant, schedules
-from tide_strategies.verify.steps import Act, Do, Join
 from tide_strategies.verify.story import Story
 from tide_strategies.verify.violation import Violation
 from tide_strategies.verify.workloads import Workload, variants
@@ -147,13 +153,47 @@ def test_no_wait_signal_or_zero_is_redundant(work, interleave, multicast) -> Non
     assert redundant(alike(work, interleave, multicast), work.kind, [0]) == []
 
 
+def padded(ranks: int) -> tuple[GroupLayout, ...]:
+    """Groups whose last ranks have nothing, and whose sub-slices are padding in part."""
+    second = GroupLayout((ParamShape(ranks + 1, 1, 2), ParamShape(0, 4, 2)), ranks)
+    return GroupLayout((ParamShape(2, 3, 2),), ranks), second
+
+
+#: Each with how many waits of its first and last rank order nothing with such groups: by one thread, and side by side.
+PADDED = [
+    (replace(GATHER, layouts=padded(6)), 2, 6),
+    (replace(REDUCE, layouts=padded(6)), 6, 14),
+    (replace(REDUCE, topology=Topology(2, 2), layouts=padded(4), plan=BasePlan(2, 2, 2, 2)), 4, 5),
+]
+
+
+@pytest.mark.parametrize("interleave", [True, False], ids=["one thread", "side by side"])
+@pytest.mark.parametrize(
+    ("work", "one", "side"), PADDED, ids=lambda w: f"{w.kind} {w.topology}" if hasattr(w, "kind") else str(w)
+)
+def test_only_waits_can_be_redundant_and_only_where_they_guard_padding(work, one, side, interleave) -> None:
+    """Schedules have one shape, whatever the layout: the same wait is needed as soon as no sub-slice is empty."""
+    last, full = work.topology.ranks - 1, replace(work, layouts=groups(work.topology.ranks))
+    idle = redundant(alike(work, interleave, False), work.kind, [0, last])
+    assert len(idle) == (one if interleave else side)
+    needed = schedules(replace(full, interleave=interleave), work.kind)
+    for rank, (stream, _), op in idle:
+        assert isinstance(op, Await), op  # never a signal or a zero
+        assert op in needed[rank].streams[stream], (rank, stream, op)
+    assert redundant(alike(full, interleave, False), work.kind, [last]) == []  # of rank 0 this is shown above
+
+
 # Faults of the caller and of the order of calls.
 
 
 def story_of(edit=None, interleave: bool = False, calls: int = 4) -> Story:
     """Reduce-scatters of one group, whose caller's steps on rank 0 a test may edit."""
     story = Story(Topology(3, 2), interleave=interleave)
-    reduced = [story.reduce(groups(6)[0], chunk_bytes=96, plan=BasePlan(3, 2, 2, 1)) for _ in range(calls)]
+    reduced = []
+    for _ in range(calls):
+        reduced.append(story.reduce(groups(6)[0], chunk_bytes=96, plan=BasePlan(3, 2, 2, 1)))
+        if interleave:  # at most one network phase may wait
+            story.finish(reduced.pop())
     for one in reduced:
         story.finish(one)
     if edit:
@@ -161,20 +201,16 @@ def story_of(edit=None, interleave: bool = False, calls: int = 4) -> Story:
     return story
 
 
-def without_join(stream: str, steps: list) -> None:
-    steps.remove(next(s for s in steps if isinstance(s, Join) and s.key[0] == "end" and s.key[2] == stream))
-
-
 @pytest.mark.parametrize("stream", ["push", "sum"])
 def test_gradients_freed_before_they_are_read_are_found(stream) -> None:
     story_of().run()
     with pytest.raises(Violation, match="race"):
-        story_of(partial(without_join, stream)).run()
+        story_of(without_join(stream)).run()
 
 
 def test_an_output_used_before_it_is_complete_is_found() -> None:
     with pytest.raises(Violation, match=r"race|result"):
-        story_of(partial(without_join, "network")).run()
+        story_of(without_join("network")).run()
 
 
 def gathers(edit=None, interleave: bool = False, slots: int = 2) -> Story:
@@ -193,39 +229,32 @@ def test_parameters_used_before_they_are_gathered_are_found() -> None:
     gathers().run()
     for stream in ("copy", "completion"):
         with pytest.raises(Violation, match=r"race|unwritten|result"):
-            gathers(partial(without_join, stream)).run()
+            gathers(without_join(stream)).run()
 
 
 def test_a_landing_vacated_while_in_use_is_found() -> None:
-    def vacate_first(steps: list) -> None:
-        for i, step in enumerate(steps):
-            if isinstance(step, Do) and step.stream == "readiness":
-                use = max(k for k in range(i) if isinstance(steps[k], Act))
-                steps[use], steps[i] = steps[i], steps[use]
-
     for interleave in (True, False):
         with pytest.raises(Violation, match="race"):
             gathers(vacate_first, interleave, slots=1).run()
 
 
-def test_calls_in_another_order_on_one_rank_are_found() -> None:
-    def swap(steps: list) -> None:
-        calls = [i for i, s in enumerate(steps) if isinstance(s, Do)]
-        first = [i for i in calls if steps[i].call.number == 1]
-        second = [i for i in calls if steps[i].call.number == 2]
-        for a, b in zip(first, second, strict=True):
-            steps[a], steps[b] = steps[b], steps[a]
+def test_one_thread_that_releases_or_uses_too_early_is_found() -> None:
+    for breaks in (release_gradients_first, use_before_it_is_complete):
+        with pytest.raises(Violation, match=r"race|unwritten|result"):
+            story_of(breaks, interleave=True).run()
+    with pytest.raises(Violation, match=r"race|unwritten|result"):
+        gathers(use_before_it_is_complete, interleave=True).run()
 
+
+def test_calls_in_another_order_on_one_rank_are_found() -> None:
+    story_of(interleave=True).run()
     with pytest.raises(Violation):
-        story_of(swap, interleave=True).run()
+        story_of(swap_calls, interleave=True).run()
 
 
 def test_a_skipped_call_is_found() -> None:
-    def skip(steps: list) -> None:
-        steps[:] = [s for s in steps if not (isinstance(s, Do) and s.call.number == 2)]
-
-    with pytest.raises(Violation, match="deadlock"):
-        story_of(skip, interleave=True).run()
+    with pytest.raises(Violation, match=r"deadlock|result"):
+        story_of(skip_call, interleave=True).run()
 
 
 @pytest.mark.parametrize("bank", [0, 1])

@@ -1,9 +1,12 @@
 """Which plans run: the whole range of the paper's appendix D, and why a plan is refused."""
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
 import pytest
 
 from tide_strategies.collectives.all_gather_nodes import all_gather_nodes
-from tide_strategies.collectives.plan import BasePlan, credited, refusals, stale
+from tide_strategies.collectives.plan import BasePlan, Wave, credited, placement_faults, refusals, round_faults, stale
 from tide_strategies.collectives.reduce_scatter import reduce_scatter
 from tide_strategies.collectives.schedule import Copy, Item, Put, Schedule
 from tide_strategies.layout import GroupLayout, ParamShape
@@ -64,8 +67,66 @@ def test_the_small_outbox_covers_two_rounds_in_a_row() -> None:
 
 def test_counts_of_copies_and_connections() -> None:
     assert copy_descriptors(64, 8, 30) == (107_520, 13_440)
-    (pairs, steps), (rail_pairs, rail_steps) = connections(8, 8)
-    assert (pairs // rail_pairs, steps // rail_steps) == (8, 64)
+    (pairs, steps), (rail_pairs, rail_steps) = connections(8, 8, rails=1)
+    assert (pairs // rail_pairs, steps // rail_steps) == (8, 64), "as published: L and L^2"
+    assert connections(8, 8)[1] == (2 * rail_pairs, 2 * rail_steps), (
+        "all-gathers and reductions have a communicator each"
+    )
+
+
+class Broken(BasePlan):
+    """A plan whose waves are changed by hand."""
+
+    __slots__ = ("change",)
+
+    def waves(self) -> Iterator[Wave]:
+        yield from map(self.change, BasePlan.waves(self))
+
+
+def broken(change: Callable[[Wave], Wave]) -> Broken:
+    plan = Broken(5, 2, 2, 1)
+    object.__setattr__(plan, "change", change)
+    return plan
+
+
+def test_a_plan_that_is_whole_has_nothing_wrong() -> None:
+    plan = broken(lambda wave: wave)
+    assert placement_faults(plan, stale(plan)) == ()
+    assert round_faults(plan) == ((), 2)
+
+
+@pytest.mark.parametrize("index", [1, 2])
+def test_a_block_that_is_not_zeroed_is_stale(index: int) -> None:
+    # In a generation's first wave nothing is known of any block; the last wave has the own node's partial alone.
+    plan = BasePlan(5, 2, 1, 1) if index == 1 else BasePlan(5, 2, 2, 1)
+    zeroed = [(wave, frozenset() if wave.index == index else blocks) for wave, blocks in stale(plan)]
+    assert any(why.startswith(f"stale: landing wave {index} reads") for why in placement_faults(plan, zeroed))
+
+
+@pytest.mark.parametrize(
+    ("rounds", "words"),
+    [
+        (lambda r: r[:-1], "4 are due"),
+        (lambda r: (*r, r[-1]), "begins with contributor 2 after 2 sends"),
+        (lambda r: r[::-1], "begins with contributor 2 after 0 sends"),
+        (lambda r: (range(r[0].start, r[-1].stop),), "outside the wave or wider than 1"),
+        (lambda r: (*r[:-1], range(r[-1].start, r[-1].stop + 1)), "outside the wave or wider than 1"),
+        (lambda r: (*r, range(r[-1].stop, r[-1].stop)), "outside the wave or wider than 1"),
+    ],
+    ids=["lost", "sent twice", "out of order", "too wide", "of the next wave", "empty"],
+)
+def test_rounds_that_lose_double_or_widen_are_refused(rounds, words: str) -> None:
+    def change(wave: Wave) -> Wave:
+        return replace(wave, rounds=rounds(wave.rounds)) if wave.index == 0 else wave
+
+    assert any(words in why for why in round_faults(broken(change))[0])
+
+
+def test_an_outbox_too_small_for_two_rounds_is_refused(monkeypatch) -> None:
+    plan = BasePlan(64, 8, 8, 4, slot_reuse=True)
+    assert refusals(plan) == ()
+    monkeypatch.setattr(BasePlan, "outbox_blocks", lambda self: 7)
+    assert refusals(plan) == ("two rounds need 8 outbox blocks of 7",)
 
 
 def _block_of_llama(topology: Topology) -> GroupLayout:

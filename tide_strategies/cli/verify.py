@@ -14,8 +14,10 @@ from typing import Any
 
 from tide_strategies.cli.arguments import positive
 from tide_strategies.collectives.plan import BasePlan, refusals
+from tide_strategies.collectives.rail_lane import one_wave
 from tide_strategies.collectives.reduce_scatter import reduce_scatter
 from tide_strategies.collectives.schedule import Copy, Item
+from tide_strategies.collectives.signals import RAILS
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.planner.architectures import PRESETS, preset
 from tide_strategies.topology import Topology
@@ -31,6 +33,7 @@ in the promised order. docs/protocol.md says what is proven and what is not.
 
   tide verify                                              a sample of plans, layouts and topologies
   tide verify --topology 8x8 --preset llama-3.1-70b        one model's groups
+  tide verify --topology 8x8 --side-by-side --multicast    the same as GPUs with multicast run it
   tide verify --base-plans                                 every base plan, accepted or rejected
   tide verify --faults                                     broken schedules must be found
 """
@@ -58,6 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--passes", type=positive, help="sub-slice passes (with --base-plans or --topology; default: 1)"
     )
     parser.add_argument("--slot-reuse", action="store_true", help="outbox of two rounds (with --topology)")
+    parser.add_argument(
+        "--side-by-side", action="store_true", help="streams and a landing per rank, as on GPUs (with --topology)"
+    )
+    parser.add_argument(
+        "--multicast", action="store_true", help="one write or reduction reaches a node (with --side-by-side)"
+    )
+    parser.add_argument("--round-width", type=positive, help="puts of a round (with --topology; default: 4)")
+    parser.add_argument("--chunk-bytes", type=positive, help="bytes staged at a time (with --topology; default: 8 MiB)")
     parser.add_argument("--calls", type=positive, help="calls in a row (with --topology; default: 3)")
     parser.add_argument("--json", action="store_true", help="print JSON; progress goes to stderr")
 
@@ -73,14 +84,18 @@ class _Outcome:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify; 0 if nothing is wrong."""
-    for name in ("preset", "calls", "slot_reuse", "passes"):
+    for name in ("preset", "calls", "slot_reuse", "passes", "side_by_side", "multicast", "round_width", "chunk_bytes"):
         used = arguments.topology is not None or (name == "passes" and arguments.base_plans)
         if getattr(arguments, name) and not used:
             also = " or --base-plans" if name == "passes" else ""
             print(f"tide verify: --{name.replace('_', '-')} says nothing without --topology{also}", file=sys.stderr)
             return 2
+    if arguments.multicast and not arguments.side_by_side:
+        print("tide verify: --multicast is for GPUs, whose streams run --side-by-side: give both", file=sys.stderr)
+        return 2
     arguments.preset, arguments.calls = arguments.preset or _PRESET, arguments.calls or 3
-    arguments.passes = arguments.passes or 1
+    arguments.passes, arguments.round_width = arguments.passes or 1, arguments.round_width or 4
+    arguments.chunk_bytes = arguments.chunk_bytes or _CHUNK_BYTES
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         outcome = _outcome(arguments)
@@ -127,18 +142,20 @@ def _base_plans(passes: int) -> _Outcome:
     assert counts is not None
     flat, coalesced = copy_descriptors(64, 8, 30)
     in_schedule = _copies(64, 8, 30)
-    whole, rails = connections(8, 8)
+    (whole, rail), (_, rails) = connections(8, 8, rails=1), connections(8, 8)
     print(f"copies per reduce-scatter at 64x8 with 30 parameters: at most {flat} flat, {coalesced} coalesced; ", end="")
     print(f"{in_schedule} in a schedule, whose sub-slices meet few parameters each")
-    print(f"queue pairs of a rank at 8x8: {whole[0]}, by rails {rails[0]}; barrier steps: {whole[1]}, {rails[1]}")
+    for what, i in (("queue pairs of a rank", 0), ("barrier steps", 1)):
+        print(f"{what} at 8x8: {whole[i]} in one communicator of all; by rails {rail[i]}, and {rails[i]} ", end="")
+        print(f"with the {RAILS} communicators a rail that the runtime has")
     print(f"{time.perf_counter() - start:.0f} s")
     facts = {
         "nodes": counts.nodes,
         "accepted": counts.accepted,
         "rejected": counts.rejected,
         "copies": {"flat": flat, "coalesced": coalesced, "in_schedule": in_schedule},
-        "queue_pairs": {"whole": whole[0], "rails": rails[0]},
-        "barrier_steps": {"whole": whole[1], "rails": rails[1]},
+        "queue_pairs": {"whole": whole[0], "rails": rail[0], "runtime": rails[0]},
+        "barrier_steps": {"whole": whole[1], "rails": rail[1], "runtime": rails[1]},
     }
     return _Outcome(True, f"accepted {counts.accepted} rejected {counts.rejected}", facts)
 
@@ -168,32 +185,40 @@ def _copies(nodes: int, local_ranks: int, params: int) -> int:
 
 def _real(arguments: argparse.Namespace) -> _Outcome:
     topology: Topology = arguments.topology
-    plan = None
-    # One rank a node has collectives of its own, without a choice of plans.
-    lane = topology.lane and not arguments.slot_reuse and arguments.passes == 1
-    if topology.nodes > 1 and not lane:
-        width = topology.local_ranks
-        plan = BasePlan(topology.nodes, width, width, 4, arguments.slot_reuse, arguments.passes)
-        why = refusals(plan)
-        if why:
-            return _Outcome(False, f"refused: {'; '.join(why)}", {"refused": list(why)})
     base = Workload(
         "reduce-scatter",
         topology,
         (),
-        plan=plan,
-        lane=lane,
+        interleave=not arguments.side_by_side,
+        shared_landing=not arguments.side_by_side,
+        multicast=arguments.multicast,
         ahead=False,
-        chunk_bytes=_CHUNK_BYTES,
+        chunk_bytes=arguments.chunk_bytes,
         head_bytes=8 * 1024 * 1024,
         calls=arguments.calls,
     )
+    gather, reduction = replace(base, kind="all-gather"), base
+    # One rank a node has collectives of its own, without a choice of plans; GPUs gather through the stage all the same,
+    # and reduce so on few nodes.
+    lane = topology.lane and not arguments.slot_reuse and arguments.passes == 1
+    if lane and (not arguments.side_by_side or one_wave(topology)):
+        gather, reduction = replace(gather, lane=not arguments.side_by_side), replace(reduction, lane=True)
+    elif topology.nodes > 1:
+        width, local = topology.local_ranks, topology.local_ranks
+        plan = BasePlan(topology.nodes, local, width, arguments.round_width, arguments.slot_reuse, arguments.passes)
+        why = refusals(plan)
+        if why:
+            return _Outcome(False, f"refused: {'; '.join(why)}", {"refused": list(why)})
+        gather, reduction = replace(gather, plan=plan), replace(reduction, plan=plan)
     work = [
-        (f"{kind} of {arguments.preset} {name}", replace(base, kind=kind, layouts=(layout,)))
+        (f"{work.kind} of {arguments.preset} {name}", replace(work, layouts=(layout,)))
         for name, layout in _layouts(arguments.preset, topology.ranks).items()
-        for kind in ("all-gather", "reduce-scatter")
+        for work in (gather, reduction)
     ]
-    return _all(f"{topology}", work)
+    try:
+        return _all(f"{topology}", work)
+    except ValueError as e:  # bytes of a chunk that no schedule can have
+        return _Outcome(False, str(e), {"refused": [str(e)]})
 
 
 def _sample() -> list[tuple[str, Workload]]:
@@ -235,7 +260,7 @@ def _all(what: str, work: list[tuple[str, Workload]]) -> _Outcome:
         finally:
             gc.enable()
         threads = "one thread" if workload.interleave else "side by side"
-        landing = ", multicast" if workload.multicast else ""
+        landing = ", multicast" if workload.multicast else "" if workload.shared_landing else ", a landing per rank"
         print(f"clean: {name} ({threads}{landing}, {time.perf_counter() - begin:.1f} s)", flush=True)
     took = time.perf_counter() - start
     words = f"{what}: {len(work)} workloads, {results} results complete, nothing wrong ({took:.0f} s)"

@@ -10,7 +10,7 @@ Schedules, the verifier and the protocol model all read the rules from here; a p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -200,20 +200,25 @@ def _out_of_range(plan: BasePlan) -> str:
 @cache
 def _placement(nodes: int, local_ranks: int, wave_width: int, passes: int) -> tuple[str, ...]:
     plan = BasePlan(nodes, local_ranks, wave_width, wave_width, passes=passes)
+    return placement_faults(plan, stale(plan))
+
+
+def placement_faults(plan: BasePlan, zeroed: Iterable[tuple[Wave, frozenset[int]]]) -> tuple[str, ...]:
+    """What is wrong with where contributors land: collisions, and blocks that are neither filled nor ``zeroed``."""
     out: list[str] = []
     clean: dict[int, set[int]] = {}  # blocks of each generation that hold zeros
-    for wave, zeroed in stale(plan):
+    for wave, blocks in zeroed:
         seen: dict[int, int] = {}
         for c in wave.contributors:
             block = plan.placement(c)
             if block in seen:
                 out.append(
                     f"collision: contributors {seen[block]} and {c} of wave {wave.index} share an inbox block; "
-                    f"wave_width should divide {local_ranks}"
+                    f"wave_width should divide {plan.local_ranks}"
                 )
             seen[block] = c
-        zeros = (clean.get(wave.generation, set()) | zeroed) - set(seen)
-        dirty = set(range(local_ranks)) - set(seen) - zeros
+        zeros = (clean.get(wave.generation, set()) | blocks) - set(seen)
+        dirty = set(range(plan.local_ranks)) - set(seen) - zeros
         if dirty:
             out.append(f"stale: landing wave {wave.index} reads blocks {sorted(dirty)}, which an earlier wave left")
         clean[wave.generation] = zeros
@@ -222,15 +227,20 @@ def _placement(nodes: int, local_ranks: int, wave_width: int, passes: int) -> tu
 
 @cache
 def _rounds(nodes: int, wave_width: int, round_width: int, passes: int) -> tuple[tuple[str, ...], int]:
-    """What is wrong with the rounds, and the most partials of two consecutive ones."""
-    plan = BasePlan(nodes, wave_width, wave_width, round_width, passes=passes)
+    return round_faults(BasePlan(nodes, wave_width, wave_width, round_width, passes=passes))
+
+
+def round_faults(plan: BasePlan) -> tuple[tuple[str, ...], int]:
+    """What is wrong with the rounds (partials lost, sent twice, too many), and the most partials of two in a row."""
     out: list[str] = []
     sent = before = pair = 0
     for wave in plan.waves():
         for ready in wave.rounds:
-            if not 0 < len(ready) <= round_width or ready.stop > wave.contributors.stop:
-                out.append(f"a round of wave {wave.index} sends {ready}: outside the wave or wider than {round_width}")
-            if wave.part * (nodes - 1) + ready.start - 1 != sent:
+            if not 0 < len(ready) <= plan.round_width or ready.stop > wave.contributors.stop:
+                out.append(
+                    f"a round of wave {wave.index} sends {ready}: outside the wave or wider than {plan.round_width}"
+                )
+            if wave.part * (plan.nodes - 1) + ready.start - 1 != sent:
                 out.append(f"a round of wave {wave.index} begins with contributor {ready.start} after {sent} sends")
             sent, pair, before = sent + len(ready), max(pair, before + len(ready)), len(ready)
     if sent != plan.remote:

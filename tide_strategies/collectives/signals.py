@@ -13,6 +13,8 @@ PER_SLOT = frozenset({"vacated", "opened"})
 
 #: Names of the counters by which reductions tell ranks of other nodes; all else that these are told is of all-gathers.
 REDUCING = frozenset({"arrived", "credit"})
+#: Communicators of a rail: all-gathers and reductions have one each, or a call of one would wait for the other's.
+RAILS = 2
 
 #: Every wave: the writer's inbox holds what the wave needs. Read by the node.
 FILLED = Counter("filled")

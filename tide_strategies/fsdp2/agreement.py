@@ -1,12 +1,17 @@
 """What all ranks must agree on, and the words for it when they do not.
 
 Each rank states its options (when TIDE is applied) and its parameter groups with their verdicts (when it is
-installed), as JSON over the model's own process groups. Differences in options or geometry are errors on every rank;
-a verdict that differs becomes a fallback on every rank.
+installed), over the model's own process groups. Differences in options or geometry are errors on every rank; a verdict
+that differs becomes a fallback on every rank.
+
+What a rank states grows with the model, and it hears from every rank. So ranks first compare digests; only if these
+differ is everything said, as JSON, to find out in what.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +19,7 @@ import torch.distributed as dist
 
 from tide_strategies.detect import OK, Verdict, fallback
 from tide_strategies.errors import TideMismatchError
-from tide_strategies.runtime.exchange import exchange_json, process_group_exchange
+from tide_strategies.runtime.exchange import Exchange, exchange_json, process_group_exchange
 
 
 def agree_on_options(groups: Iterable[dist.ProcessGroup], options: Mapping[str, Any], timeout_s: float) -> None:
@@ -25,7 +30,8 @@ def agree_on_options(groups: Iterable[dist.ProcessGroup], options: Mapping[str, 
     """
     for group in groups:
         exchange = process_group_exchange(group, timeout_s, "the agreement on TIDE's options")
-        _same(group, exchange_json(exchange, dict(options)), "option")
+        if not _alike(group, exchange, dict(options), "its options"):
+            _same(group, exchange_json(exchange, dict(options)), "option")
 
 
 def agree_on_groups(
@@ -46,7 +52,10 @@ def agree_on_groups(
     out: list[Verdict | None] = [None] * len(codes)
     for group in groups:
         exchange = process_group_exchange(group, timeout_s, "the agreement on the model's parameter groups")
-        stated = exchange_json(exchange, {"groups": list(described), "codes": current})
+        own = {"groups": list(described), "codes": current}
+        if _alike(group, exchange, own, "its parameter groups"):
+            continue
+        stated = exchange_json(exchange, own)
         ranks = dist.get_process_group_ranks(group)
         for rank, theirs in zip(ranks, stated, strict=True):
             _check_form(rank, theirs)
@@ -57,6 +66,19 @@ def agree_on_groups(
                 verdict = fallback("TIDE-F025", f"rank {other[0]} has {other[1]}")
                 out[i], current[i] = verdict, verdict.code  # the code is passed on along the next mesh dimension
     return out
+
+
+def _alike(group: dist.ProcessGroup, exchange: Exchange, own: Any, what: str) -> bool:
+    """Whether all ranks state the same, by its digest."""
+    digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
+    told = exchange_json(exchange, digest)
+    for rank, theirs in zip(dist.get_process_group_ranks(group), told, strict=True):
+        if not isinstance(theirs, str) or len(theirs) != len(digest):
+            raise TideMismatchError(
+                f"TIDE: rank {rank} states {what} in a form that is not known here: {_short(theirs)}. "
+                f"Every rank must run the same version of TIDE."
+            )
+    return all(theirs == digest for theirs in told)
 
 
 def _check_form(rank: int, stated: Any) -> None:

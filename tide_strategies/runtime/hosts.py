@@ -50,7 +50,8 @@ def hosts_of(identities: Sequence[dict[str, Any]]) -> list[list[int]]:
     """Ranks by host, where a host is what its ranks can share memory on; in the order of their first ranks."""
     hosts: list[list[int]] = []
     for rank, identity in enumerate(identities):
-        home = next((h for h in hosts if apart(identities[h[0]], identity) is None), None)
+        # Neighbours are on one host as a rule: so many comparisons as there are ranks, and a few for each host.
+        home = next((h for h in reversed(hosts) if apart(identities[h[0]], identity) is None), None)
         if home is None:
             hosts.append([rank])
         else:

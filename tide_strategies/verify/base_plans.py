@@ -13,6 +13,7 @@ from tide_strategies.collectives.plan import (
     BasePlan,
     refusals,
 )
+from tide_strategies.collectives.signals import RAILS
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,12 @@ def copy_descriptors(nodes: int, local_ranks: int, params: int) -> tuple[int, in
     return coalesced * local_ranks, coalesced
 
 
-def connections(nodes: int, local_ranks: int, contexts: int = 4) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(queue pairs of a rank, barrier steps) of one communicator of all ranks, and of one per rail (section 6.1)."""
+def connections(
+    nodes: int, local_ranks: int, contexts: int = 4, rails: int = RAILS
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(queue pairs of a rank, barrier steps) of one communicator of all ranks, and of ``rails`` per rail.
+
+    From section 6.1, whose rails have one communicator each.
+    """
     ranks = nodes * local_ranks
-    return (2 * contexts * ranks, contexts * ranks**2), (2 * contexts * nodes, contexts * nodes**2)
+    return (2 * contexts * ranks, contexts * ranks**2), (2 * contexts * nodes * rails, contexts * nodes**2 * rails)

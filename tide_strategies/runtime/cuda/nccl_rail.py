@@ -23,6 +23,7 @@ from typing import Any
 
 from tide_strategies._native import cuda, nccl
 from tide_strategies.collectives.schedule import Space
+from tide_strategies.collectives.signals import RAILS
 from tide_strategies.errors import TidePeerError, TideTimeoutError
 from tide_strategies.runtime.bootstrap import Exchange
 from tide_strategies.runtime.calls import CallBook
@@ -86,7 +87,7 @@ class NcclRail:
         self._places = {r: i for i, r in enumerate(domains.topology.rail_ranks(domains.rank))}
         self._ranks = {i: r for r, i in self._places.items()}
         #: Of all-gathers, and of reductions.
-        self._rmas = [domains.add_rail() for _ in range(2)]
+        self._rmas = [domains.add_rail() for _ in range(RAILS)]
         self._contexts = domains.rails[0].contexts
         self._windows: dict[tuple[Space, int], nccl.Window] = {}
         self._stopped = False
