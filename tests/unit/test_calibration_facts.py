@@ -15,6 +15,7 @@ from tide_strategies.config import TideConfig
 from tide_strategies.fsdp2 import calibration, facts
 from tide_strategies.planner import calibrate
 from tide_strategies.planner.rates import CPU_PAIR
+from tide_strategies.runtime.cuda import nccl_domains
 
 CONFIG = TideConfig()
 
@@ -61,7 +62,11 @@ def test_another_driver_topology_or_variable_is_measured_anew(
     assert _facts()["peers"] == "-0 0-"
     assert calibrate.load(where, _facts())[0] == calibrate.Known()
     machine["reach"] = True
-    for name in ("NCCL_ALGO", "NCCL_P2P_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS"):
+    with monkeypatch.context() as patched:
+        patched.setattr(nccl_domains, "missing_nccl", lambda: None)
+        assert (first["rails"], _facts()["rails"]) == (nccl_domains.nccl.probe()["reason"], "NCCL")
+        assert calibrate.load(where, _facts())[0] == calibrate.Known()
+    for name in ("NCCL_ALGO", "NCCL_P2P_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_SOCKET_IFNAME"):
         with monkeypatch.context() as patched:
             patched.setenv(name, "1")
             assert _facts()["environment"] == f"{name}=1"

@@ -15,7 +15,12 @@ from tide_strategies.config import TideConfig
 #: Where the NVIDIA kernel driver says which one it is.
 _KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
 #: Variables beside NCCL's own that change how fast GPUs' collectives run.
-_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
+_VARIABLES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "GLOO_SOCKET_IFNAME",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST",
+)
 #: NCCL's variables that change nothing but what it says and where its ranks meet.
 _NO_SPEED = ("NCCL_DEBUG", "NCCL_COMM_ID")
 
@@ -37,6 +42,7 @@ def facts_of(ranks: dist.ProcessGroup, device: torch.device, config: TideConfig)
     }
     if device.type == "cuda":
         from tide_strategies._native import cuda
+        from tide_strategies.runtime.cuda.nccl_domains import missing_nccl
 
         index, count = torch.cuda.current_device(), torch.cuda.device_count()
         facts["gpu"] = f"{torch.cuda.get_device_name(index)} x {count}"
@@ -44,6 +50,7 @@ def facts_of(ranks: dist.ProcessGroup, device: torch.device, config: TideConfig)
         facts["kernel driver"] = kernel_driver()
         facts["peers"] = peers(count, cuda.can_access_peer)
         facts["nccl"] = str(torch.cuda.nccl.version())
+        facts["rails"] = missing_nccl() or "NCCL"  # what rail: auto takes between hosts
         facts["environment"] = environment(os.environ)
     return facts
 

@@ -27,7 +27,7 @@ launches, "displaced" in how many launches there was one.
 """
 
 COLUMNS = [
-    Column("victim", "victim", room=14),
+    Column("victim", "victim", room=15),
     Column("beside", "beside", room=20),
     Column("ranks", "ranks"),
     Column("shape", "shape", room=18),

@@ -23,6 +23,7 @@ from typing import Any
 
 from tide_strategies._native import cuda
 from tide_strategies.collectives.schedule import Space
+from tide_strategies.collectives.signals import RAILS
 from tide_strategies.errors import TidePeerError, TideTimeoutError
 from tide_strategies.runtime.bootstrap import Exchange, agree
 from tide_strategies.runtime.calls import CallBook
@@ -83,7 +84,7 @@ class CudaP2PRail:
         self.rank, self.timeout_s = rank, timeout_s
         self._group, self._exchange, self._device, self._book = group, exchange, device, book
         self._pid, self._closed, self._stopped = os.getpid(), False, False
-        self._control = cuda.Control.in_host_memory(device, topology.ranks, rank, book.counters + len(_KINDS))
+        self._control = cuda.Control.in_host_memory(device, topology.ranks, rank, book.counters + RAILS)
         self._numbers: dict[tuple[Space, int], int] = {}
         self._regions: dict[int, tuple[int, int]] = {}  # by number: address of the host's copy, and bytes
         self._memory: dict[tuple[Space, int], tuple[cuda.HostMemory, int]] = {}  # and where it is on the device
@@ -91,13 +92,13 @@ class CudaP2PRail:
         self._taken: dict[tuple[int, int], int] = {}  # signals by (writer, counter)
         self._gone: dict[int, tuple[str, float]] = {}  # why, and since when
         self._fault: TidePeerError | None = None
-        shared = _SENDING_BYTES // (len(_KINDS) * (topology.nodes - 1) * PIECES)  # the same on all ranks
+        shared = _SENDING_BYTES // (RAILS * (topology.nodes - 1) * PIECES)  # the same on all ranks
         piece_bytes = min(max(shared >> 12 << 12, _LEAST), _MOST)
         self._links: dict[int, Link] = {}
         self._out: dict[int, list[Outgoing]] = {}
         self._in: dict[int, list[Incoming]] = {}
         self._listeners: dict[int, Listener] = {}
-        kinds = range(len(_KINDS))
+        kinds = range(RAILS)
         for place, peer in enumerate(topology.rail_ranks(rank)):
             if peer == rank:
                 continue
