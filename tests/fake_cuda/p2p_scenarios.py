@@ -187,24 +187,5 @@ def what_goes_wrong_ends_all_ranks_in_time():
     assert "rank 1 has left (TIDE was closed there, or the program ended): rank 0 " in words, words
 
 
-def _rates(rank, exchange, form):
-    """Rates over messages that are as long as ever, between ranks that do not reach each other's memory."""
-    from probing_scenarios import Card, check_rates, measured
-
-    p2p_rail._LEAST = p2p_rail._MOST = 1 << 16
-    join(exchange, rank, form[0] * form[1])
-    Card.install(rank % 2)
-    found = measured(rank, exchange, form, "cuda ranks: push", dist.group.WORLD, rail="p2p")
-    check_rates(found, form)
-    return found
-
-
-@scenario
-def rates_are_measured_over_messages():
-    for form in ((2, 1), (2, 2)):
-        found = values(launch(form[0] * form[1], _rates, form))
-        assert all(rates == found[0] for rates in found)
-
-
 if __name__ == "__main__":
     play(globals())

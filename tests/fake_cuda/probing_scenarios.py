@@ -8,7 +8,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from nodes_scenarios import FakeKernels
+from p2p_scenarios import join
 from path_scenarios import Stream, Torch
 from ranks import launch, values
 from stage import MIB, array, calls, fake, memory, play, scenario
@@ -19,7 +21,7 @@ from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.planner import probes
 from tide_strategies.planner.knobs import choose
 from tide_strategies.planner.rates import H200_PAIR
-from tide_strategies.runtime.cuda import sum_kernels
+from tide_strategies.runtime.cuda import p2p_rail, sum_kernels
 from tide_strategies.topology import Topology
 
 
@@ -47,7 +49,7 @@ class Card:
         torch.cuda.synchronize, torch.cuda.empty_cache = cls.synchronize, cls.empty_cache
         torch.zeros = cls.zeros
         sum_kernels.sum_kernels = FakeKernels
-        probes._GPU_BYTES = MIB // 2
+        probes._GPU_BYTES, probes.REPEATS = MIB // 4, 8
 
     @classmethod
     def zeros(cls, nbytes, dtype, device):
@@ -116,12 +118,23 @@ def launched():
     return calls("cuLaunchKernel")
 
 
+def _measure_over_messages(rank, exchange, form):
+    """Between ranks that do not reach each other's memory, by messages that are as long as ever."""
+    p2p_rail._LEAST = p2p_rail._MOST = 1 << 16
+    join(exchange, rank, form[0] * form[1])
+    Card.install(rank % 2)
+    found = measured(rank, exchange, form, "cuda ranks: push", dist.group.WORLD, rail="p2p")
+    check_rates(found, form)
+    return found
+
+
 @scenario
 def rates_of_nodes_are_measured_over_their_own_rail():
     """Alike on all ranks, on no default stream, and all memory is given back; one rank without memory is no trap."""
     for form in ((2, 1), (2, 2)):
-        found = values(launch(form[0] * form[1], _measure, form, False))
-        assert all(rates == found[0] for rates in found)
+        for work in ((_measure, form, False), (_measure_over_messages, form)):
+            found = values(launch(form[0] * form[1], *work))
+            assert all(rates == found[0] for rates in found)
     assert values(launch(2, _measure, (2, 1), True)) == [None, None]
 
 
