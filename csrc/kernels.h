@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-namespace tide {
+#include "scaling.h"
 
-enum class Scale { kNone, kMultiply, kDivide };
+namespace tide {
 
 // dst = scale(s0 + s1 + ...), in this order, each addition rounded to fp32; with `accumulate`
 // dst = dst + scale(...). No pointer needs alignment. dst may be one of the sources if the types agree.

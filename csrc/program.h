@@ -10,6 +10,7 @@
 #include "arena.h"
 #include "counter.h"
 #include "kernels.h"
+#include "scaling.h"
 
 namespace tide {
 
@@ -128,8 +129,7 @@ class Call {
   std::vector<uint32_t> await_base_;  // per await slot
   uint32_t seq_ = 0;
   uint32_t tag_ = 0;
-  Scale scale_ = Scale::kNone;
-  float factor_ = 1.0f;
+  Scaling scaling_;
 };
 
 }  // namespace tide

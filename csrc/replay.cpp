@@ -1,5 +1,4 @@
 // Running the ops of a call.
-#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -8,15 +7,6 @@
 #include "program.h"
 
 namespace tide {
-namespace {
-
-// Multiplying by the reciprocal gives the same bits as dividing exactly where the reciprocal is exact.
-bool exact_reciprocal(float divisor) {
-  int exponent = 0;
-  return std::fabs(std::frexp(divisor, &exponent)) == 0.5f && std::isfinite(1.0f / divisor);
-}
-
-}  // namespace
 
 Call::Call(std::shared_ptr<Arena> arena, std::shared_ptr<const Program> program, std::vector<uint64_t> bases,
            std::vector<uint32_t> counters, uint32_t tag, float divisor)
@@ -33,13 +23,7 @@ Call::Call(std::shared_ptr<Arena> arena, std::shared_ptr<const Program> program,
   if (p.highest_writer() >= static_cast<int64_t>(arena_->ranks()))
     throw std::invalid_argument("the program names writer rank " + std::to_string(p.highest_writer()) +
                                 "; the arena has " + std::to_string(arena_->ranks()) + " ranks");
-  if (!std::isfinite(divisor) || divisor == 0.0f)
-    throw std::invalid_argument("divisor must be finite and not zero as fp32; got " + std::to_string(divisor));
-  if (divisor != 1.0f) {
-    const bool exact = exact_reciprocal(divisor);
-    scale_ = exact ? Scale::kMultiply : Scale::kDivide;
-    factor_ = exact ? 1.0f / divisor : divisor;
-  }
+  scaling_ = Scaling::by(divisor);
 
   // Nothing is changed before everything is known to be right: a refused call must not shift the totals.
   Arena::Ledger& ledger = arena_->ledger();
@@ -97,8 +81,8 @@ void Call::sum(const Op& op, std::vector<const void*>& scratch) const {
   job.src_bf16 = op[4] == kBf16;
   job.dst_bf16 = op[5] == kBf16;
   job.accumulate = (op[8] & kAccumulate) != 0;
-  job.scale = (op[8] & kScaled) != 0 ? scale_ : Scale::kNone;
-  job.factor = factor_;
+  job.scale = (op[8] & kScaled) != 0 ? scaling_.scale : Scale::kNone;
+  job.factor = scaling_.factor;
   kernels().sum(job);
 }
 

@@ -178,7 +178,8 @@ def build(spec: Spec, shape: SumShape, target: Any) -> Any:
         "n_tiles": "i32",
         "staging": "*" + _staged_dtype(spec),
         "output": "*" + spec.out_dtype,
-        "inverse": "fp32",
+        "factor": "fp32",
+        "divides": "i32",
         "addresses": ("i64",) * spec.pointers,
     }
     constants = _constants(spec, shape)
@@ -195,7 +196,7 @@ def hidden_pointers(compiled: Any, pointers: int) -> int:
         KernelUnavailableError: if the parameters are not those of this ABI, or scratch memory is wanted.
     """
     parameters = ptx_parameters(compiled.asm["ptx"])
-    visible = ["ptr", "b32", "b32", "ptr", "ptr", "f32", *["b64"] * pointers]
+    visible = ["ptr", "b32", "b32", "ptr", "ptr", "f32", "b32", *["b64"] * pointers]
     hidden = parameters[len(visible) :]
     if parameters[: len(visible)] != visible or len(hidden) > _MAX_HIDDEN or set(hidden) - {"ptr"}:
         raise KernelUnavailableError(
@@ -316,9 +317,8 @@ def launch_with_triton(kernel: SumKernel, trial: Any, grid: int) -> None:
 
     The very function that native code launches, with the arguments that Triton would pass.
     """
-    trial_arguments = (trial.tiles, 0, len(trial.tiles), trial.staging, trial.output, trial.inverse)
     constants = _constants(kernel.spec, kernel.shape).values()
-    kernel.owner[(grid, 1, 1)](*trial_arguments, trial.addresses(kernel.pointers), *constants)
+    kernel.owner[(grid, 1, 1)](*trial.arguments(0, len(trial.tiles), kernel.pointers), *constants)
 
 
 def _try_once(kernel: SumKernel, device: int) -> None:

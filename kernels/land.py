@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tide_strategies.kernels.sum import _select
+from tide_strategies.kernels.sum import _scale, _select
 from tide_strategies.kernels.tiles import LAND_HEAD_WORDS, LAND_SOURCE_WORDS
 
 # Globals that a kernel reads must be constexpr.
@@ -29,7 +29,8 @@ def land_tiles(
     n_tiles,
     staging,
     output,
-    inverse,
+    factor,
+    divides,
     addresses,
     SOURCES: tl.constexpr,
     POINTERS: tl.constexpr,
@@ -37,7 +38,7 @@ def land_tiles(
     ALIGNED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """out = [out +] ((s_0 + s_1) + ...) * inverse for every tile; each operation is one fp32 rounding, in this order.
+    """out = [out +] ((s_0 + s_1) + ...) * factor for every tile (or / factor); each operation rounds to fp32, in order.
 
     Compiled without fusion: the product may feed an addition. ``ALIGNED`` promises that every source and the output of
     every tile begin at a multiple of 16 bytes; counts stay arbitrary.
@@ -65,7 +66,7 @@ def land_tiles(
         total = values[0]
         for s in tl.static_range(SOURCES - 1):
             total = total + values[s + 1]
-        total = total * inverse
+        total = _scale(total, factor, divides)
         if ACCUMULATE:
             total = tl.load(destination + lane, mask=mask, other=0.0).to(tl.float32) + total
         total = total.to(output.dtype.element_ty)

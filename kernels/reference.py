@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,37 +24,41 @@ def reference(
     tiles: torch.Tensor,
     staging: torch.Tensor,
     output: torch.Tensor,
-    inverse: float,
+    factor: float,
+    divides: bool,
     gradients: Sequence[torch.Tensor],
     staged: int,
 ) -> None:
-    """Write ``(((s_0 + s_1) + ...) + own) * inverse`` to ``output`` for every row of ``tiles``.
+    """Write ``(((s_0 + s_1) + ...) + own) * factor`` to ``output`` for every row of ``tiles``.
 
     Args:
         tiles: int64 (tiles, TILE_WORDS), see ``TileWord``; any device.
         staging, output: flat tensors; gradients: flat tensors that the rows index.
         staged: staged sources of a tile, added in their order before the own gradient.
+        divides: sums are divided by ``factor``, not multiplied with it.
     """
-    factor = _factor(inverse, output)
     for pointer, own, offset, stride, out, count in tiles.view(-1, TILE_WORDS).tolist():
         sources = [staging[offset + s * stride :][:count] for s in range(staged)]
         sources.append(gradients[pointer][own:][:count])
         total = sources[0].float()
         for source in sources[1:]:
             total = total + source.float()
-        output[out : out + count] = (total * factor).to(output.dtype)
+        output[out : out + count] = _scaled(total, factor, divides).to(output.dtype)
 
 
 def land_reference(
     tiles: torch.Tensor,
     output: torch.Tensor,
-    inverse: float,
+    factor: float,
+    divides: bool,
     partials: Sequence[torch.Tensor],
     sources: int,
     accumulate: bool,
 ) -> None:
-    """Write ``[out +] ((s_0 + s_1) + ...) * inverse`` to ``output`` for every row of ``tiles`` (``kernels.land``)."""
-    factor = _factor(inverse, output)
+    """Write ``[out +] ((s_0 + s_1) + ...) * factor`` to ``output`` for every row of ``tiles`` (``kernels.land``).
+
+    As :func:`reference`; ``partials``: flat fp32 tensors that the rows index.
+    """
     for row in tiles.view(-1, LAND_HEAD_WORDS + LAND_SOURCE_WORDS * sources).tolist():
         (out, count), places = row[:LAND_HEAD_WORDS], row[LAND_HEAD_WORDS:]
         total = None
@@ -61,14 +66,16 @@ def land_reference(
             partial = partials[pointer][offset:][:count]
             total = partial if total is None else total + partial
         assert total is not None
-        total = total * factor
+        total = _scaled(total, factor, divides)
         if accumulate:
             total = output[out : out + count].float() + total
         output[out : out + count] = total.to(output.dtype)
 
 
-def _factor(inverse: float, output: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(inverse, dtype=torch.float32, device=output.device)
+def _scaled(total: torch.Tensor, factor: float, divides: bool) -> torch.Tensor:
+    # Not by a number of the host: on a GPU torch multiplies by its reciprocal.
+    by = torch.tensor(factor, dtype=torch.float32, device=total.device)
+    return total / by if divides else total * by
 
 
 def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -85,12 +92,18 @@ class Trial:
     tiles: torch.Tensor
     staging: torch.Tensor
     output: torch.Tensor
-    inverse: float
+    factor: float
+    divides: bool
     gradients: tuple[torch.Tensor, ...]
     staged: int
     #: Of landing: how many partials are added, and whether to what the output holds.
     landed: int = 0
     accumulate: bool = False
+
+    def arguments(self, first: int, count: int, pointers: int) -> tuple[Any, ...]:
+        """The arguments of a launch over rows ``first`` to ``first + count``, in the kernels' order."""
+        scaling = self.factor, int(self.divides)
+        return self.tiles, first, count, self.staging, self.output, *scaling, self.addresses(pointers)
 
     def addresses(self, pointers: int) -> tuple[int, ...]:
         """The gradients' addresses, padded with zeros to the ``pointers`` scalars of a kernel."""
@@ -100,9 +113,9 @@ class Trial:
     def write(self, output: torch.Tensor) -> None:
         """Write the promised sums to ``output``."""
         if self.landed:
-            land_reference(self.tiles, output, self.inverse, self.gradients, self.landed, self.accumulate)
+            land_reference(self.tiles, output, self.factor, self.divides, self.gradients, self.landed, self.accumulate)
         else:
-            reference(self.tiles, self.staging, output, self.inverse, self.gradients, self.staged)
+            reference(self.tiles, self.staging, output, self.factor, self.divides, self.gradients, self.staged)
 
     def passes(self, launch: Callable[[Trial], None]) -> bool:
         """Whether ``launch``, which must finish its work, writes the promised bytes and no others."""
@@ -123,11 +136,14 @@ def make_trial(
     *,
     tiles: int = 7,
     seed: int = 0,
+    factor: float = 3.0,
+    divides: bool = True,
 ) -> Trial:
     """A trial of ``tiles`` tiles over ``gradients`` gradients: full, odd and empty ones, with gaps in the output.
 
-    Values are random with magnitudes far apart, so that another order of additions shows. Every gap of the output
-    holds -7, which a launch must leave alone.
+    Values are random with magnitudes far apart, so that another order of additions shows; and the sums are divided by
+    3, or as said, so that multiplying by a reciprocal does. Every gap of the output holds -7, which a launch must leave
+    alone.
     """
     random = torch.Generator().manual_seed(seed)
     step = ALIGNED_ELEMENTS if aligned else 1
@@ -152,7 +168,8 @@ def make_trial(
         tiles=torch.tensor(rows, dtype=torch.int64).to(device),
         staging=values(max(1, stride * staged)),
         output=torch.full((out,), -7.0, dtype=DTYPES[out_dtype]).to(device),
-        inverse=1 / 3,
+        factor=factor,
+        divides=divides,
         gradients=tuple(values(tile + 5 * step + 8) for _ in range(gradients)),
         staged=staged,
     )
@@ -169,6 +186,8 @@ def make_land_trial(
     *,
     tiles: int = 7,
     seed: int = 0,
+    factor: float = 3.0,
+    divides: bool = True,
 ) -> Trial:
     """A trial of landing ``sources`` partials a tile, out of ``places`` tensors in turn; as :func:`make_trial`.
 
@@ -192,7 +211,8 @@ def make_land_trial(
         tiles=torch.tensor(rows, dtype=torch.int64).to(device),
         staging=torch.zeros(1).to(device),
         output=output.to(DTYPES[out_dtype]).to(device),
-        inverse=1 / 3,
+        factor=factor,
+        divides=divides,
         gradients=tuple(values(tile + 5 * step).to(device) for _ in range(places)),
         staged=0,
         landed=sources,

@@ -11,7 +11,8 @@ argument              type     meaning
 ``n_tiles``           int32    number of rows that this launch handles
 ``staging``           pointer  base of the staged sources, gradient dtype
 ``output``            pointer  base of the packed output, output dtype
-``inverse``           float32  factor applied to every sum (1 / divide factor)
+``factor``            float32  what every sum is multiplied with, or divided by
+``divides``           int32    1: divided, with IEEE rounding; 0: multiplied (by an exact reciprocal, which is faster)
 ``addresses``         int64    one scalar for each of POINTERS gradients: its address
 hidden                pointer  NULL scratch pointers that Triton appends: ``SumKernel.extra_null_pointers`` of them
 ====================  =======  =====================================================================================
@@ -50,13 +51,24 @@ def _select(addresses, index, POINTERS: tl.constexpr):
 
 
 @triton.jit
+def _scale(total, factor, divides):
+    # One branch for a whole launch: the usual factor, a power of two, costs no division.
+    if divides != 0:
+        total = tl.div_rn(total, factor)
+    else:
+        total = total * factor
+    return total
+
+
+@triton.jit
 def sum_tiles(
     tiles,
     first_tile,
     n_tiles,
     staging,
     output,
-    inverse,
+    factor,
+    divides,
     addresses,
     STAGED: tl.constexpr,
     POINTERS: tl.constexpr,
@@ -64,7 +76,7 @@ def sum_tiles(
     STAGES: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """out = ((s_0 + s_1) + ... + own) * inverse for every tile; each operation is one fp32 rounding, in this order.
+    """out = ((s_0 + s_1) + ... + own) * factor for every tile (or / factor); each operation rounds to fp32, in order.
 
     No product feeds an addition, so there is nothing for the compiler to contract into a fused multiply-add.
     With STAGES > 1 the loads go through a ring of STAGES tiles in shared memory (cp.async on NVIDIA). ``ALIGNED``
@@ -105,7 +117,7 @@ def sum_tiles(
         total = values[0].to(tl.float32)
         for s in tl.static_range(STAGED):
             total = total + values[s + 1].to(tl.float32)
-        total = (total * inverse).to(output.dtype.element_ty)
+        total = _scale(total, factor, divides).to(output.dtype.element_ty)
         destination = output + output_offset
         if ALIGNED:
             destination = tl.multiple_of(destination, 16)

@@ -28,8 +28,8 @@ TILE_WORDS = len(TileWord)
 #: int64 words of a row for landing: element offset in the output, elements; and of each of its sources: index of the
 #: address, element offset from there.
 LAND_HEAD_WORDS, LAND_SOURCE_WORDS = 2, 2
-#: Launch arguments before the gradients' addresses: tiles, first_tile, n_tiles, staging, output, inverse.
-LEADING_ARGUMENTS = 6
+#: Launch arguments before the gradients' addresses: tiles, first_tile, n_tiles, staging, output, factor, divides.
+LEADING_ARGUMENTS = 7
 #: Numbers of gradient addresses that kernels are compiled for; 256 parameters are the paper's limit of a group.
 POINTER_COUNTS = (4, 8, 16, 32, 64, 128, 256)
 #: Offsets and strides that are multiples of this many elements suit an aligned kernel, whatever the dtypes.

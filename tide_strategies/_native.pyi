@@ -417,8 +417,7 @@ class cuda:
 
         Differences: word 3 of a notification (reader rank, or -2 for every other rank) counts; copies do not cast, rows
         may not overlap, and copies in a row are given to the driver at once, in no order; a counter is notified by one
-        stream only, by as much in all as ``advance`` says for this rank; no rank awaits itself. Dividing is multiplying
-        by the rounded reciprocal, which is the same for powers of two.
+        stream only, by as much in all as ``advance`` says for this rank; no rank awaits itself.
 
         Args:
             readers: the ranks that "every other rank" stands for; all of the control's if there are none.
@@ -541,7 +540,7 @@ class cuda:
             first: int,
             count: int,
             output: int,
-            inverse: float,
+            divisor: float,
             addresses: Sequence[int],
             ctas: int,
             threads: int,
@@ -549,7 +548,8 @@ class cuda:
         ) -> None:
             """Run it over ``count`` rows, from ``first`` on, of a table in device memory, with ``ctas`` blocks at most.
 
-            ``addresses`` must be as many as the kernel takes.
+            ``addresses`` must be as many as the kernel takes. What is not finite as ``divisor``, or zero, raises
+            ``ValueError``.
             """
 
     @staticmethod

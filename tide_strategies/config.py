@@ -33,6 +33,8 @@ _MOST = {"sum_ctas": 1024, "landing_ctas": 1024, "round_width": 1024, "passes": 
 #: Options that tune a reduce-scatter and change no bit of its result.
 KNOBS = ("chunk_bytes", *_MOST)
 
+#: Slots of a ring at most: each has a counter on every rank, and no model has as many groups.
+MOST_SLOTS = 4096
 #: Sections within sections, at most: more is no configuration, or one that holds itself.
 _MOST_DEPTH = 32
 _TOO_DEEP = "an option is a section and a name, as in all_gather.slots"
@@ -60,7 +62,7 @@ class AllGatherConfig:
 
     Args:
         multicast: use NVSwitch multicast where the hardware has it and nobody switched it off.
-        slots: landing slots of the ring that unsharded parameters rotate through, at least 1. More are
+        slots: landing slots of the ring that unsharded parameters rotate through, 1 to 4096. More are
             added when the program keeps more groups unsharded at once.
         memory_budget: bytes for that ring, instead of ``slots``: it begins with as many slots as fit, at most one for
             each group.
@@ -75,6 +77,8 @@ class AllGatherConfig:
     def __post_init__(self) -> None:
         _check_fields(self, "all_gather")
         _at_least(self.slots, 1, "all_gather.slots")
+        if self.slots > MOST_SLOTS:
+            raise TideConfigError(f"TIDE option 'all_gather.slots' must be at most {MOST_SLOTS}; got {self.slots!r}")
         if self.memory_budget is not None:
             _at_least(self.memory_budget, 1, "all_gather.memory_budget")
 

@@ -1,6 +1,5 @@
 // Beginning a call, and giving its streams to the device.
 #include <algorithm>
-#include <cmath>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -49,9 +48,7 @@ Call::Call(std::shared_ptr<Control> control, std::shared_ptr<const Program> prog
   expect("bases", bases_.size(), p.n_bases());
   expect("counters", counters_.size(), p.n_counters());
   program_->check_fits(*control_);
-  if (!std::isfinite(divisor) || divisor == 0.0f)
-    throw std::invalid_argument("divisor must be finite and not zero as fp32; got " + std::to_string(divisor));
-  inverse_ = 1.0f / divisor;
+  scaling_ = Scaling::by(divisor);
   plans_.resize(program_->sum_kinds().size());
   for (size_t kind = 0; kind < plans_.size(); ++kind) {
     if (plans_[kind] == nullptr)
@@ -105,7 +102,7 @@ void Call::enqueue(size_t stream_index, uint64_t cuda_stream) const {
         enqueue_signals(segment, stream);
         break;
       case Segment::kSums:
-        plans_[program_->sums()[segment.first].kind]->launch(segment.first, bases_, inverse_, stream);
+        plans_[program_->sums()[segment.first].kind]->launch(segment.first, bases_, scaling_, stream);
         break;
     }
   }

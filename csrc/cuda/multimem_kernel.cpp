@@ -48,9 +48,10 @@ void Kernel::launch(const Tiles& tiles, int64_t ctas, int64_t threads, uint64_t 
   if (tiles.count == 0) return;
   uint64_t table = tiles.table, staging = tiles.staging, output = tiles.output;
   int32_t first = static_cast<int32_t>(tiles.first), count = static_cast<int32_t>(tiles.count);
-  float inverse = tiles.inverse;
+  float factor = tiles.scaling.factor;
+  int32_t divides = tiles.scaling.scale == Scale::kDivide;
   std::vector<uint64_t> addresses = tiles.addresses;
-  std::vector<void*> arguments = {&table, &first, &count, &staging, &output, &inverse};
+  std::vector<void*> arguments = {&table, &first, &count, &staging, &output, &factor, &divides};
   for (uint64_t& a : addresses) arguments.push_back(&a);
   const Current current(device_);
   check(api().LaunchKernel(function_, static_cast<unsigned>(std::min(ctas, tiles.count)), 1, 1,

@@ -8,6 +8,7 @@
 
 #include "driver.h"
 #include "multimem_types.h"
+#include "scaling.h"
 
 namespace tide::cuda {
 
@@ -26,7 +27,7 @@ class Kernel {
     uint64_t table;  // device address of the rows
     int64_t first, count;
     uint64_t staging, output;
-    float inverse;
+    Scaling scaling;
     std::vector<uint64_t> addresses;  // as many as the kernel was compiled for
   };
   // With `ctas` blocks, or as many as there are tiles if those are fewer; nothing for no tiles.

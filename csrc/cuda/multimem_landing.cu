@@ -6,11 +6,13 @@
 //   TIDE_ACCUMULATE    the sum is added to what the output holds
 //
 // The arguments are those of the other kernels over tiles (csrc/cuda/sum.h): the table, its first row and number of
-// rows, staging (not read), output, factor, and the addresses that rows refer to by number; these are multicast ones.
+// rows, staging (not read), output, factor, whether it divides, and the addresses that rows refer to by number; these
+// are multicast ones.
 // A row is four int64: element offset in the output, elements, number of the address, element offset from it.
 //
-// out = [out +] sum * factor, each operation one rounding. Loads are whole pieces of 16 bytes, whatever the offsets: a
-// piece that holds an element of the tile holds no byte of another page, and lanes beyond the tile are not used.
+// out = [out +] sum * factor (or sum / factor), each operation one rounding. Loads are whole pieces of 16 bytes, whatever
+// the offsets: a piece that holds an element of the tile holds no byte of another page, and lanes beyond the tile are
+// not used.
 
 typedef long long Int64;
 typedef unsigned long long Address;
@@ -29,6 +31,10 @@ constexpr int kItem = 16 / kLanes;
 
 struct Piece {
   Word words[4];
+};
+struct Scale {
+  float factor;
+  int divides;
 };
 
 #if !defined(__CUDACC__) && !defined(__CUDACC_RTC__)
@@ -85,8 +91,8 @@ static __device__ __forceinline__ float widen(Output v) { return v; }
 static __device__ __forceinline__ Output narrow(float f) { return f; }
 #endif
 
-static __device__ __forceinline__ Output landed(Output old, float sum, float factor) {
-  const float scaled = __fmul_rn(sum, factor);
+static __device__ __forceinline__ Output landed(Output old, float sum, Scale scale) {
+  const float scaled = scale.divides != 0 ? __fdiv_rn(sum, scale.factor) : __fmul_rn(sum, scale.factor);
 #ifdef TIDE_ACCUMULATE
   return narrow(__fadd_rn(widen(old), scaled));
 #else
@@ -119,27 +125,27 @@ static __device__ __forceinline__ void store4(float* to, const float* v) {
 #endif
 
 // The lanes of one piece that lie within [0, count); `first` is the element that its lane 0 would be.
-static __device__ __forceinline__ void store(const Piece& p, Output* output, Int64 first, Int64 count, float factor) {
+static __device__ __forceinline__ void store(const Piece& p, Output* output, Int64 first, Int64 count, Scale scale) {
 #if !defined(TIDE_PARTIAL_BF16) && !defined(TIDE_OUTPUT_BF16)
   if (first >= 0 && first + kLanes <= count && reinterpret_cast<Address>(output + first) % 16 == 0) {
     float v[4] = {};
 #ifdef TIDE_ACCUMULATE
     load4(output + first, v);
 #endif
-    for (int i = 0; i < 4; ++i) v[i] = landed(v[i], p.words[i], factor);
+    for (int i = 0; i < 4; ++i) v[i] = landed(v[i], p.words[i], scale);
     store4(output + first, v);
     return;
   }
 #endif
   for (int lane = 0; lane < kLanes; ++lane) {
     const Int64 i = first + lane;
-    if (i >= 0 && i < count) output[i] = landed(output[i], lane_of(p, lane), factor);
+    if (i >= 0 && i < count) output[i] = landed(output[i], lane_of(p, lane), scale);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(512)
-    land_multimem(const Int64* tiles, int first_tile, int n_tiles, const void*, void* output, float factor, Address a0,
-                  Address a1, Address a2, Address a3) {
+    land_multimem(const Int64* tiles, int first_tile, int n_tiles, const void*, void* output, float factor, int divides,
+                  Address a0, Address a1, Address a2, Address a3) {
   for (int t = blockIdx.x; t < n_tiles; t += gridDim.x) {
     const Int64* const row = tiles + (static_cast<Int64>(first_tile) + t) * kRowWords;
     Output* const to = static_cast<Output*>(output) + row[0];
@@ -156,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(512)
           loaded[u] = ld_reduce(start + static_cast<Address>(i + u * static_cast<Int64>(blockDim.x)) * 16);
       for (int u = 0; u < kUnroll; ++u) {
         const Int64 piece = i + u * static_cast<Int64>(blockDim.x);
-        if (piece < pieces) store(loaded[u], to, piece * kLanes - head, count, factor);
+        if (piece < pieces) store(loaded[u], to, piece * kLanes - head, count, {factor, divides});
       }
     }
   }

@@ -55,10 +55,10 @@ void bind_kernel(nb::module_& m) {
       }, "device"_a, "image"_a, "name"_a)
       .def_prop_ro("function", &Kernel::function)
       .def_prop_ro("device", &Kernel::device)
-      .def("launch", [](const Kernel& k, uint64_t table, int64_t first, int64_t count, uint64_t output, float inverse,
+      .def("launch", [](const Kernel& k, uint64_t table, int64_t first, int64_t count, uint64_t output, float divisor,
                         std::vector<uint64_t> addresses, int64_t ctas, int64_t threads, uint64_t stream) {
-        k.launch({table, first, count, 0, output, inverse, std::move(addresses)}, ctas, threads, stream);
-      }, "table"_a, "first"_a, "count"_a, "output"_a, "inverse"_a, "addresses"_a, "ctas"_a, "threads"_a, "stream"_a,
+        k.launch({table, first, count, 0, output, Scaling::by(divisor), std::move(addresses)}, ctas, threads, stream);
+      }, "table"_a, "first"_a, "count"_a, "output"_a, "divisor"_a, "addresses"_a, "ctas"_a, "threads"_a, "stream"_a,
          Released());
   m.def("landing_source", &landing_source);
 }

@@ -130,7 +130,7 @@ class Call {
   std::vector<uint32_t> await_base_;  // per await slot
   std::vector<uint32_t> own_base_;    // per local counter: own total before this call
   uint32_t seq_ = 0, tag_ = 0;
-  float inverse_ = 1.0f;
+  Scaling scaling_;
 };
 
 }  // namespace tide::cuda

@@ -184,21 +184,24 @@ size_t SumPlan::n_launches() const {
   return n;
 }
 
-void SumPlan::launch(size_t run, const std::vector<uint64_t>& bases, float inverse, StreamHandle stream) const {
+void SumPlan::launch(size_t run, const std::vector<uint64_t>& bases, const Scaling& scaling,
+                     StreamHandle stream) const {
   const auto n_pointers = static_cast<size_t>(kernel_.max_pointers);
   const auto n_null = static_cast<size_t>(kernel_.extra_null_pointers);
   uint64_t pointers[256];
   uint64_t null_pointer = 0;
-  void* arguments[6 + 256 + 16];
+  void* arguments[7 + 256 + 16];
   for (const Launch& l : runs_[run]) {
     uint64_t table = table_;
     int32_t first = l.first_tile, count = l.n_tiles;
     uint64_t staging = l.staging < 0 ? 0 : bases[static_cast<size_t>(l.staging)];
     uint64_t output = bases[static_cast<size_t>(l.output)];
-    float factor = l.scaled ? inverse : 1.0f;
+    Scaling applied = l.scaled ? scaling : Scaling{};
+    int32_t divides = applied.scale == Scale::kDivide;
     size_t at = 0;
     for (void* a : {static_cast<void*>(&table), static_cast<void*>(&first), static_cast<void*>(&count),
-                    static_cast<void*>(&staging), static_cast<void*>(&output), static_cast<void*>(&factor)})
+                    static_cast<void*>(&staging), static_cast<void*>(&output), static_cast<void*>(&applied.factor),
+                    static_cast<void*>(&divides)})
       arguments[at++] = a;
     for (size_t i = 0; i < n_pointers; ++i) {
       pointers[i] = i < l.pointers.size() ? bases[static_cast<size_t>(l.pointers[i])] : 0;

@@ -1,15 +1,14 @@
 // Sums as tiles: what a program adds up, cut into equal pieces for kernels that come from Python.
 //
 // Sums of one kind share a kernel. Every kernel gets, in this order: the address of the tile table, int32 first
-// tile, int32 number of tiles, the address of the own staging, the address of the output, fp32 1/divisor (1 for sums
-// that are not scaled), `max_pointers` int64 addresses (unused ones 0), `extra_null_pointers` null pointers.
+// tile, int32 number of tiles, the address of the own staging, the address of the output, fp32 factor, int32 whether
+// sums are divided by it (1) or multiplied (0; factor 1 for sums that are not scaled), `max_pointers` int64 addresses
+// (unused ones 0), `extra_null_pointers` null pointers.
 //
 // A tile of staged contributions is six int64: index of the gradient's address, element offset in that gradient,
 // element offset of the first staged source in the staging, elements from one staged source to the next, element
 // offset in the output, elements. A tile of a landing, whose sources may lie anywhere, is: element offset in the
 // output, elements, and for each source the index of its address and its element offset; it has no staging.
-// Dividing by a number that is no power of two is multiplying by its rounded reciprocal here: the last bit may
-// differ from the CPU, which divides.
 #pragma once
 
 #include <cstdint>
@@ -59,7 +58,7 @@ class SumPlan {
   size_t n_tiles() const { return n_tiles_; }
   size_t n_launches() const;
   // The kernel for one run; `bases` are the call's addresses.
-  void launch(size_t run, const std::vector<uint64_t>& bases, float inverse, StreamHandle stream) const;
+  void launch(size_t run, const std::vector<uint64_t>& bases, const Scaling& scaling, StreamHandle stream) const;
 
  private:
   struct Launch {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import math
 import os
@@ -18,7 +20,7 @@ from tide_strategies.cli.bench.kernels import KernelActivity, activity_of, busy,
 from tide_strategies.cli.bench.model import Block, block_batch, head_width, hidden_width
 from tide_strategies.cli.bench.probe import occupied
 from tide_strategies.cli.bench.rows import Column, header, heading, line, ratio
-from tide_strategies.cli.bench.step import chosen_variants, rows_of, tide_options
+from tide_strategies.cli.bench.step import add_arguments, chosen_variants, jobs, rows_of, tide_options
 from tide_strategies.cli.bench.step_trace import parts_of
 from tide_strategies.cli.bench.step_work import NO_EFFECT
 from tide_strategies.cli.bench.variants import (
@@ -125,6 +127,42 @@ def test_variants_are_named_as_in_the_table():
     assert chosen_variants("TIDE in-place, stock FSDP2", sweep=True) == [STOCK, IN_PLACE]
     with pytest.raises(TideConfigError, match="there are: compute only"):
         chosen_variants("stock", sweep=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes", "swept"),
+    [
+        ((), [(256, 2)], False),
+        (("--widths", "64,128", "--depths", "1,2"), [(64, 1), (64, 2), (128, 1), (128, 2)], False),
+        (("--depths", "3"), [(256, 3)], False),
+        (("--sweep",), [(64, 1), (64, 8), (128, 4), (256, 4), (512, 2), (1024, 2)], True),
+        (("--sweep", "1024x2,64x1", "--steps", "3"), [(1024, 2), (64, 1)], True),
+        (("--sweep", "--widths", "64"), [(64, 2)], True),
+    ],
+)
+def test_sizes_are_those_that_are_stated(words, sizes, swept):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    made = jobs(parser.parse_args(["--tokens", "32,16", *words]), "cpu")
+    assert [(j.arguments["width"], j.arguments["depth"]) for j in made] == sizes
+    assert all(j.arguments["tokens"] == [16, 32] for j in made)
+    assert all((AUTO in j.arguments["names"]) == swept for j in made)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--sweep", "64"), "sizes are WIDTHxDEPTH, such as 4096x16; got '64'"),
+        (("--sweep", "64x1,x2"), "must be a whole number from 1 to 10^9; got ''"),
+        (("--sweep", "64x0"), "must be a whole number from 1 to 10^9; got '0'"),
+        (("--sweep", "64x1", "--widths", "64"), "state one of them"),
+        (("--tokens", "1e3"), "must be a whole number from 1 to 10^9; got '1e3'"),
+    ],
+)
+def test_sizes_that_are_none_are_refused_in_words(words, says, capsys):
+    with contextlib.suppress(SystemExit):
+        assert command.main(["bench", "step", "--device", "cpu", *words]) == 1
+    assert says in capsys.readouterr().err
 
 
 def test_rows_line_up_and_missing_values_show_as_a_dash():

@@ -59,7 +59,8 @@ EXPORT int fake_idle(int device, int ms) {
       if (q->device == device) queues.push_back(q);
   }
   const Flag left = std::make_shared<std::atomic<int>>(static_cast<int>(queues.size()));
-  for (auto& q : queues) q->push([left] { --*left; });
+  for (auto& q : queues)
+    if (!q->push([left] { --*left; })) --*left;
   for (int waited = 0; *left > 0 && waited < ms * 5; ++waited) nap();
   return *left == 0;
 }

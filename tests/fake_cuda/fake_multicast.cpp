@@ -96,6 +96,7 @@ struct Index {
 };
 thread_local Index blockIdx, threadIdx, gridDim, blockDim;
 [[maybe_unused]] float __fmul_rn(float a, float b) { return a * b; }
+[[maybe_unused]] float __fdiv_rn(float a, float b) { return a / b; }
 [[maybe_unused]] float __fadd_rn(float a, float b) { return a + b; }
 [[maybe_unused]] float __uint_as_float(unsigned u) {
   float f;
@@ -108,8 +109,8 @@ thread_local Index blockIdx, threadIdx, gridDim, blockDim;
   return u;
 }
 
-using Body = void (*)(const long long*, int, int, const void*, void*, float, unsigned long long, unsigned long long,
-                      unsigned long long, unsigned long long);
+using Body = void (*)(const long long*, int, int, const void*, void*, float, int, unsigned long long,
+                      unsigned long long, unsigned long long, unsigned long long);
 std::map<std::string, Body>& bodies() {
   static std::map<std::string, Body> all;
   return all;
@@ -164,6 +165,7 @@ static Result launch(Body body, unsigned blocks, unsigned threads, StreamHandle 
   const void* staging;
   void* output;
   float factor;
+  int divides;
   unsigned long long a[4];
   std::memcpy(&tiles, args[0], 8);
   std::memcpy(&first, args[1], 4);
@@ -171,14 +173,15 @@ static Result launch(Body body, unsigned blocks, unsigned threads, StreamHandle 
   std::memcpy(&staging, args[3], 8);
   std::memcpy(&output, args[4], 8);
   std::memcpy(&factor, args[5], 4);
-  for (int i = 0; i < 4; ++i) std::memcpy(&a[i], args[6 + i], 8);
+  std::memcpy(&divides, args[6], 4);
+  for (int i = 0; i < 4; ++i) std::memcpy(&a[i], args[7 + i], 8);
   if (blocks > static_cast<unsigned>(count)) return kInvalidValue;  // blocks without work
   return submit(s, [=, a0 = a[0], a1 = a[1], a2 = a[2], a3 = a[3]] {
     gridDim = {blocks};
     blockDim = {threads};
     for (blockIdx = {0}; blockIdx.x < blocks; ++blockIdx.x)
       for (threadIdx = {0}; threadIdx.x < threads; ++threadIdx.x)
-        body(tiles, first, count, staging, output, factor, a0, a1, a2, a3);
+        body(tiles, first, count, staging, output, factor, divides, a0, a1, a2, a3);
   });
 }
 

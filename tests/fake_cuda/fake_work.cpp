@@ -24,8 +24,11 @@ struct SumLaunch {
   const int64_t* tiles;
   int32_t first, count;
   uint64_t staging, output;
-  float inverse;
+  float factor;
+  int32_t divides;
   std::vector<uint64_t> pointers;
+
+  float scaled(float total) const { return divides != 0 ? total / factor : total * factor; }
 };
 
 void store(uint64_t base, int64_t i, int dtype, float value) {
@@ -44,7 +47,7 @@ void run_landing(const SumLaunch& l) {
         const float v = load(l.pointers[static_cast<size_t>(w[2 + 2 * s])], w[3 + 2 * s] + i, 0);
         total = s == 0 ? v : total + v;
       }
-      total *= l.inverse;
+      total = l.scaled(total);
       if (l.f.accumulate != 0) total = load(l.output, w[0] + i, l.f.dst_dtype) + total;
       results.emplace_back(w[0] + i, total);
     }
@@ -63,7 +66,7 @@ void run_sum(const SumLaunch& l) {
         total = s == 0 ? v : total + v;
       }
       const float own = load(l.pointers[static_cast<size_t>(w[0])], w[1] + i, l.f.src_dtype);
-      total = (l.f.staged == 0 ? own : total + own) * l.inverse;
+      total = l.scaled(l.f.staged == 0 ? own : total + own);
       store(l.output, w[4] + i, l.f.dst_dtype, total);
     }
   }
@@ -169,7 +172,8 @@ static Result record_context(ContextHandle c, EventHandle e) {
     if (q->device == device) queues.push_back(q);
   const Flag flag = std::make_shared<std::atomic<int>>(static_cast<int>(queues.size()));
   static_cast<FakeEvent*>(e)->flag = flag;
-  for (auto& q : queues) q->push([flag] { --*flag; });
+  for (auto& q : queues)
+    if (!q->push([flag] { --*flag; })) --*flag;
   return kSuccess;
 }
 #ifndef FAKE_CUDA_OLD
@@ -236,14 +240,16 @@ EXPORT Result cuLaunchKernel(FunctionHandle f, unsigned x, unsigned y, unsigned 
     world().last_grid = x;
   }
   if (x == 0 || y != 1 || z != 1 || bx == 0 || by != 1 || bz != 1 || extra != nullptr) return kInvalidValue;
-  SumLaunch l{*static_cast<FakeFunction*>(f), nullptr, 0, 0, 0, 0, 0, {}};
+  SumLaunch l{*static_cast<FakeFunction*>(f), nullptr, 0, 0, 0, 0, 0, 0, {}};
   size_t at = 0;
   std::memcpy(&l.tiles, args[at++], 8);
   std::memcpy(&l.first, args[at++], 4);
   std::memcpy(&l.count, args[at++], 4);
   std::memcpy(&l.staging, args[at++], 8);
   std::memcpy(&l.output, args[at++], 8);
-  std::memcpy(&l.inverse, args[at++], 4);
+  std::memcpy(&l.factor, args[at++], 4);
+  std::memcpy(&l.divides, args[at++], 4);
+  if (l.divides != 0 && l.divides != 1) return kInvalidValue;
   for (int i = 0; i < l.f.pointers; ++i) l.pointers.push_back(*static_cast<uint64_t*>(args[at++]));
   for (int i = 0; i < l.f.null_pointers; ++i)
     if (*static_cast<uint64_t*>(args[at++]) != 0) return kInvalidValue;

@@ -202,10 +202,11 @@ def a_landing_adds_what_all_devices_hold():
     for partial in (Item.F32, Item.BF16):
         for output in (Item.F32, Item.BF16):
             for accumulate in (False, True):
-                _land(made, table, rows, partial, output, accumulate, random)
+                for divisor in (3.0, 4.0):  # divided by; multiplied with the reciprocal
+                    _land(made, table, rows, partial, output, accumulate, divisor, random)
 
 
-def _land(made, table, rows, partial, output, accumulate, random):
+def _land(made, table, rows, partial, output, accumulate, divisor, random):
     names = {Item.F32: "fp32", Item.BF16: "bf16"}
     asked = []
 
@@ -221,7 +222,6 @@ def _land(made, table, rows, partial, output, accumulate, random):
     for rank, (shared, _) in enumerate(made):
         array(shared.mappings[rank], held[rank].dtype)[: held[rank].size] = held[rank]
     sums = held[0] + held[1] if partial is Item.F32 else widened(bf16(widened(held[0]) + widened(held[1])))
-    factor = np.float32(1 / 3)
     old = random.standard_normal(8192).astype(np.float32)
     old = old if output is Item.F32 else bf16(old)
     kept = memory()
@@ -231,7 +231,7 @@ def _land(made, table, rows, partial, output, accumulate, random):
     second = 64  # where the second address begins
     for out, count, address, offset in rows:
         start = offset + (second if address else 0)
-        add = sums[start : start + count] * factor
+        add = sums[start : start + count] / np.float32(divisor)
         if accumulate:
             add = (old if output is Item.F32 else widened(old))[out : out + count] + add
         expected[out : out + count] = add if output is Item.F32 else bf16(add)
@@ -239,10 +239,10 @@ def _land(made, table, rows, partial, output, accumulate, random):
     stream = cuda.Stream(0, 0)
     addresses = [base, base + second * partial.size, 0, 0]
     kernel.module.launch(
-        table.ctypes.data, 1, len(rows), got.ctypes.data, float(factor), addresses, 4, kernel.threads, stream.handle
+        table.ctypes.data, 1, len(rows), got.ctypes.data, divisor, addresses, 4, kernel.threads, stream.handle
     )
     finish(0)
-    assert np.array_equal(got[: old.size], expected), (partial, output, accumulate)
+    assert np.array_equal(got[: old.size], expected), (partial, output, accumulate, divisor)
 
 
 @scenario
@@ -294,7 +294,7 @@ def whether_it_is_used_is_decided_from_what_all_ranks_say():
 def launches_are_checked_before_the_driver_sees_them():
     kernel = landing_kernel(0, Item.F32, Item.F32, False, lambda *a: b"fp32 fp32 store").module
     stream = cuda.Stream(0, 0).handle
-    good = {"table": 8, "first": 0, "count": 1, "output": 8, "inverse": 1.0, "addresses": [0] * 4}
+    good = {"table": 8, "first": 0, "count": 1, "output": 8, "divisor": 1.0, "addresses": [0] * 4}
     for change, words in (
         ({"ctas": 0}, "ctas is 0; allowed: 1 to"),
         ({"threads": 2000}, "threads is 2000; allowed: 1 to 1024"),
@@ -302,6 +302,7 @@ def launches_are_checked_before_the_driver_sees_them():
         ({"first": 2**31 - 1}, "count is 1; allowed: 0 to 0"),
         ({"addresses": []}, "addresses is 0"),
         ({"stream": 0}, "is a default stream"),
+        ({"divisor": 0.0}, "divisor must be finite and not zero"),
     ):
         with raises(ValueError, words):
             kernel.launch(**{**good, "ctas": 1, "threads": 32, "stream": stream, **change})

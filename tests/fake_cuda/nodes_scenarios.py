@@ -37,7 +37,8 @@ from tide_strategies.topology import Topology
 
 #: Rows that divide evenly and not, fewer rows than ranks, odd bytes, nothing at all, and a row of many elements.
 SIZES = [(48, 8), (13, 5), (3, 7), (17, 1), (0, 4), (40, 33), (7, 400)]
-TURNS = 3
+#: What the reductions of a turn are divided by: by multiplying with an exact reciprocal, really, and not at all.
+DIVISORS = (4.0, 3.0, 1.0)
 STREAMS = ("cast", "rail", "place", "completion", "readiness", "push", "sum", "network")
 
 
@@ -232,7 +233,7 @@ def own_shard(full, layout, p, rank):
     return padded[rank * items : (rank + 1) * items]
 
 
-def cpu_sums(rank, exchange, topology, gradients, out_item, divisor):
+def cpu_sums(rank, exchange, topology, gradients, out_item):
     """What the CPU's executor makes of the same gradients: one array of bytes per group and turn."""
     engine = Engine(exchange, rank, topology, slots=2, timeout_s=30.0)
     shapes = layouts(topology.ranks)
@@ -241,7 +242,7 @@ def cpu_sums(rank, exchange, topology, gradients, out_item, divisor):
     out = []
     for i, layout in enumerate(shapes):
         group = GroupCollectives(engine, f"cpu {i}", layout, [Item.RAW2] * len(layout.params), ring, 4096)
-        for turn in range(TURNS):
+        for turn, divisor in enumerate(DIVISORS):
             own = gradients[i][turn]
             result = np.full(layout.output_items * out_item.size, 0xEE, np.uint8)
             group.reduce_scatter(
@@ -256,9 +257,7 @@ def cpu_sums(rank, exchange, topology, gradients, out_item, divisor):
 
 def _values(rng, ranks):
     """Arrays by group, turn and parameter."""
-    return [
-        [[bf16(rng.standard_normal(s)) for s in SIZES[: len(x.params)]] for _ in range(TURNS)] for x in layouts(ranks)
-    ]
+    return [[[bf16(rng.standard_normal(s)) for s in SIZES[: len(x.params)]] for _ in DIVISORS] for x in layouts(ranks)]
 
 
 def check_collectives(
@@ -280,13 +279,13 @@ def check_collectives(
         plan=plan,
         multicast=multicast,
     )
-    outputs = [[memory(x.output_items * 4, device) for _ in range(TURNS)] for x in layouts(n)]
-    for turn in range(TURNS):
+    outputs = [[memory(x.output_items * 4, device) for _ in DIVISORS] for x in layouts(n)]
+    for turn, divisor in enumerate(DIVISORS):
         for i, group in enumerate(here.groups):  # both at once, then the reductions behind them
             params = range(len(group.layout.params))
             here.gather(group, [own_shard(full[i][turn][p], group.layout, p, rank) for p in params])
         for i, group in enumerate(here.groups):
-            here.reduce(group, grads[i][turn], outputs[i][turn], out_item, 4.0)
+            here.reduce(group, grads[i][turn], outputs[i][turn], out_item, divisor)
         here.finish()
         exchange(b"")  # on a device that threads share, what one gives it then another would wait for
         for i, group in enumerate(here.groups):
@@ -296,8 +295,8 @@ def check_collectives(
             here.vacate(group)
     here.finish()
     exchange(b"")
-    wanted = cpu_sums(rank, exchange, topology, grads, out_item, 4.0)
-    got = [outputs[i][turn] for i in range(len(here.groups)) for turn in range(TURNS)]
+    wanted = cpu_sums(rank, exchange, topology, grads, out_item)
+    got = [outputs[i][turn] for i in range(len(here.groups)) for turn in range(len(DIVISORS))]
     for number, (want, have) in enumerate(zip(wanted, got, strict=True)):
         assert np.array_equal(array(have, np.uint8, 0, want.size), want), (shape, out_item, number)
     launched = calls("cuLaunchKernel")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
 import re
@@ -10,12 +11,14 @@ import tempfile
 import time
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 from nodes_scenarios import SIZES, TIMEOUT_S, Rank, bf16, check_collectives, lost
 from path_scenarios import check_steps
 from ranks import launch, values
 from stage import memory, play, scenario, until
 
+from tide_strategies._native import cuda
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.config import TideConfig
 from tide_strategies.errors import TidePeerError, TideTimeoutError
@@ -40,6 +43,23 @@ def messages(exchange, rank, topology, device, timeout_s, book):
     return connect._device_rail(exchange, dist.group.WORLD, Placement(topology, "p2p", ""), device, config, 0)
 
 
+def _with_the_lock(rank, exchange):
+    """Whether the program's stream gets through an all-gather while a call holds the interpreter's lock."""
+    here = Rank(rank, exchange, Topology(2, 1), rank, chunk_bytes=256, connect=messages)
+    group, marks, hold = here.groups[0], cuda.HostMemory(rank, 1, 1), ctypes.PyDLL(None).usleep
+    time.sleep(0.3 * rank)
+    here.gather(group, [np.zeros(group.layout.shard_items(p), np.uint16) for p in range(len(SIZES))])
+    group.arrive()
+    marks.mark(0, 1, here.stream("completion"))
+    hold(400_000)
+    through = marks.marked(0, 1, 0.0)
+    here.vacate(group)
+    here.finish()
+    exchange(b"all are through")
+    here.engine.close()
+    return through
+
+
 @scenario
 def collectives_and_steps_run_over_messages():
     """All-gathers land every shard; reductions give the bytes of the CPU's executor; training gets through.
@@ -54,6 +74,7 @@ def collectives_and_steps_run_over_messages():
     ]:
         found = values(launch(shape[0] * shape[1], check_collectives, shape, *how, messages))
         assert all(launches > 0 for launches in found)
+    assert values(launch(2, _with_the_lock)) == [True, True]
     os.environ["FAKE_CUDA_CONNECTIONS"] = "1"
     os.environ["FAKE_CUDA_BLOCKING"] = "1"
     check_steps([((2, 2), False, None, messages)])
@@ -109,6 +130,24 @@ def _spoiled(rank, exchange, how):
     return "nothing", "", 0.0, 0.0, []
 
 
+def _left(rank, exchange):
+    """Rank 1 takes leave where rank 0 gathers, and waits on its host for what never comes."""
+    here = Rank(rank, exchange, Topology(2, 1), rank, chunk_bytes=256, timeout_s=20.0, connect=messages, host_ranks=1)
+    here.engine.watchdog._main = 0
+    if rank == 1:
+        here.engine.close()
+        return ""
+    here.gather(here.groups[0], [np.zeros(here.groups[0].layout.shard_items(p), np.uint16) for p in range(len(SIZES))])
+    begun = time.monotonic()
+    with pytest.raises(TidePeerError) as caught:
+        here.groups[0].arrive()
+    assert time.monotonic() - begun < 10
+    assert here.engine.watchdog.stopped
+    until(lambda: here.engine.control.outstanding() == here.rail.outstanding() == 0, 10)
+    here.engine.close()
+    return str(caught.value)
+
+
 def _wrong_on_the_way():
     """Messages that are missing or come twice; a rank that does not receive. And then the rail ends in time."""
     for how, words in [
@@ -139,6 +178,8 @@ def _wrong_on_the_way():
 def what_goes_wrong_ends_all_ranks_in_time():
     _lost_rank()
     _wrong_on_the_way()
+    words, _ = values(launch(2, _left))
+    assert "rank 1 has left (TIDE was closed there, or the program ended): rank 0 " in words, words
 
 
 if __name__ == "__main__":

@@ -38,12 +38,15 @@ struct Queue {
   bool closing = false;
 
   explicit Queue(int d) : device(d) {}
-  void push(std::function<void()> f) {
+  // Whether it will run: what another thread closes meanwhile, and has run dry, takes nothing more.
+  bool push(std::function<void()> f) {
     {
       std::lock_guard<std::mutex> hold(lock);
+      if (closing && work.empty()) return false;
       work.push_back(std::move(f));
     }
     wake.notify_one();
+    return true;
   }
 };
 

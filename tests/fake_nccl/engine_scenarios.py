@@ -36,6 +36,27 @@ def collectives_of_nodes_run_over_it():
 
 
 @scenario
+def rates_are_measured_over_it():
+    """With puts out of memory that NCCL knows; the communicators end with the measurement."""
+    from probing_scenarios import Card, check_rates, measured  # imports torch
+
+    library = scenarios.load()
+    Card.install(0)
+    for form in ((2, 1), (2, 2)):
+
+        def work(exchange, rank, form=form):
+            return measured(rank, exchange, form, "cuda ranks: push", rail="nccl_rma")
+
+        before = library.fake_nccl_calls(b"ncclPutSignal")
+        found = threads(form[0] * form[1], work, timeout_s=60.0)
+        assert not any(isinstance(f, Exception) for f in found), found
+        check_rates(found[0], form)
+        assert all(rates == found[0] for rates in found)
+        assert library.fake_nccl_calls(b"ncclPutSignal") > before
+        assert library.fake_nccl_open() == 0
+
+
+@scenario
 def a_rank_that_never_comes_ends_the_others():
     """What the device awaits has its bound with a rail, too, and with it NCCL's part ends on every rank."""
     library = scenarios.load()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,8 +19,9 @@ def test_bytes_are_the_promised_ones(sources: int, out: str, accumulate: bool, a
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     device = torch.cuda.current_device()
     kernel = compile_land(sources, 6, out, accumulate, aligned, device)
-    for grid in (1, 8, 132):
-        trial = make_land_trial(sources, 6, kernel.tile, out, accumulate, aligned, "cuda", tiles=21, seed=grid)
+    for grid, factor, divides in ((1, 3.0, True), (8, 6.0, True), (8, 0.25, False), (132, 3.0, True)):
+        made: dict[str, Any] = {"tiles": 21, "seed": grid, "factor": factor, "divides": divides}
+        trial = make_land_trial(sources, 6, kernel.tile, out, accumulate, aligned, "cuda", **made)
 
         def launch(trial: Trial, grid: int = grid) -> None:
             launch_with_triton(kernel, trial, grid)

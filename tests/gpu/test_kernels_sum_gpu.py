@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -34,9 +36,12 @@ def check(
     grid: int = 4,
     shape: SumShape | None = None,
     special: bool = False,
+    factor: float = 3.0,
+    divides: bool = True,
 ) -> None:
     kernel = compile_sum(staged, gradients, grad, out, aligned, torch.cuda.current_device(), shape=shape)
-    trial = make_trial(staged, gradients, kernel.tile, grad, out, aligned, "cuda", tiles=tiles, seed=3)
+    scaling: dict[str, Any] = {"factor": factor, "divides": divides}
+    trial = make_trial(staged, gradients, kernel.tile, grad, out, aligned, "cuda", tiles=tiles, seed=3, **scaling)
     if special:
         values = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, -1e-40, 3e38])
         random = torch.Generator().manual_seed(4)
@@ -56,13 +61,15 @@ def check(
 @pytest.mark.parametrize(("grad", "out"), DTYPES)
 @pytest.mark.parametrize("staged", [0, 1, 3, 7])
 def test_bytes_are_the_promised_ones(staged: int, grad: str, out: str, aligned: bool) -> None:
-    check(staged, 4, grad, out, aligned)
+    for factor, divides in ((3.0, True), (0.25, False), (1.0, False)):
+        check(staged, 4, grad, out, aligned, factor=factor, divides=divides)
 
 
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize(("grad", "out"), [("bf16", "fp32"), ("fp32", "bf16")])
 def test_nan_infinities_signed_zeros_and_subnormals(grad: str, out: str, aligned: bool) -> None:
-    check(3, 4, grad, out, aligned, special=True)
+    for factor, divides in ((3.0, True), (0.5, False)):
+        check(3, 4, grad, out, aligned, special=True, factor=factor, divides=divides)
 
 
 @pytest.mark.parametrize("pointers", POINTER_COUNTS)

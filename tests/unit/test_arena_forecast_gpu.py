@@ -12,10 +12,10 @@ from tide_strategies.cli.plan import arena_of_gpu_ranks, uses_multicast
 from tide_strategies.config import TideConfig
 from tide_strategies.fsdp2 import connect
 from tide_strategies.layout import align
-from tide_strategies.planner import architectures, memory
+from tide_strategies.planner import architectures, limits, memory
 from tide_strategies.planner.groups import Group
 from tide_strategies.planner.knobs import unmeasured
-from tide_strategies.runtime.cuda import engine, sum_kernels
+from tide_strategies.runtime.cuda import engine, nccl_rail, sum_kernels
 from tide_strategies.runtime.hosts import Placement
 from tide_strategies.topology import Topology
 
@@ -46,11 +46,21 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(engine.cuda, "be_patient", lambda seconds: None)
     monkeypatch.setattr(engine.SharedArena, "create", lambda *_: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(engine, "CallOrder", lambda *_: None)
-    monkeypatch.setattr(engine, "Watchdog", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(engine, "Watchdog", lambda *_: SimpleNamespace(stopped=True, close=lambda: None))
     monkeypatch.setattr(connect.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(sum_kernels, "sum_kernels", lambda device: None)
 
-    def connected(groups: list[Group], topology: Topology, knobs: Any, config: TideConfig, multicast: bool) -> Any:
+    registered: list[tuple[Any, int]] = []
+    rail = SimpleNamespace(
+        register=lambda space, index, memory: registered.append((space, memory.bytes)), close=lambda: None
+    )
+    monkeypatch.setattr(nccl_rail, "connect_rail", lambda *_, **options: rail)
+    monkeypatch.setattr(engine.SharedAllocation, "mapping", lambda self, rank: self.own)
+
+    def connected(
+        groups: list[Group], topology: Topology, knobs: Any, config: TideConfig, multicast: bool, rail: Any = "none"
+    ) -> Any:
+        registered.clear()
         seen: list[Any] = []
 
         def homes(made: Any, members: Any, options: Any, *_: Any) -> None:
@@ -60,11 +70,16 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(connect, "_device_groups", homes)
         members = [_member(g, topology.ranks) for g in groups]
-        placement = Placement(topology, "none", "", multicast="on" if multicast else "off")
+        placement = Placement(topology, rail, "", multicast="on" if multicast else "off")
         ranks = SimpleNamespace(rank=lambda: 0, size=lambda: topology.ranks)
         with pytest.raises(_Connected):
             connect._connect_devices(lambda p: [p] * topology.ranks, ranks, members, config, knobs, placement)
-        return seen[0].bytes_by_part()
+        parts = seen[0].bytes_by_part()
+        # What NCCL is told of is the arena's, and not in addition to it.
+        told = {space.value for space, _ in registered}
+        assert told == ({"stage", "outbox", "inbox"} & parts.keys() if rail == "nccl_rma" else set())
+        assert all(sum(n for space, n in registered if space.value == part) == parts[part] for part in told)
+        return parts
 
     return connected
 
@@ -108,6 +123,59 @@ def test_the_forecast_is_what_the_runtime_allocates(
         config = TideConfig.from_any({"all_gather.slots": slots, "reduce_scatter.mode": mode})
         assert allocated(groups, topology, knobs, config, multicast) == forecast
         assert ("stage" in forecast) == multicast
+
+
+@pytest.mark.parametrize("rail", ["local", "nccl_rma"])
+@pytest.mark.parametrize("mode", ["in_place", "slot_reuse"])
+@pytest.mark.parametrize(
+    ("form", "multicast", "stated"),
+    [
+        ((2, 1), False, {}),
+        ((2, 2), False, {}),
+        ((2, 2), True, {"passes": 3, "chunk_bytes": 1 << 16}),
+        ((3, 2), False, {"passes": 2, "round_width": 1}),
+        ((2, 3), True, {}),
+        ((4, 2), False, {"round_width": 2}),
+        ((9, 1), False, {"passes": 2}),  # a lane of more than one wave has waves of two levels on GPUs
+    ],
+)
+def test_the_forecast_of_nodes_is_what_the_runtime_allocates_whatever_the_rail(
+    allocated: Any, form: tuple[int, int], multicast: bool, stated: dict[str, int], mode: str, rail: str
+) -> None:
+    topology = Topology(*form)
+    groups = [architectures.block(f"block {i}", [(3001, 700), (77,)], 2) for i in range(3)]
+    groups.append(architectures.block("head", [(5000, 900)], 2, resharded=False))
+    knobs = unmeasured("cuda", topology, [g.layout(topology.ranks) for g in groups], **stated)
+    forecast = arena_of_gpu_ranks(groups, topology, knobs=knobs, ring=memory.Ring(), mode=mode, multicast=multicast)
+    config = TideConfig.from_any({"reduce_scatter": {"mode": mode, **stated}})
+    assert allocated(groups, topology, knobs, config, multicast, rail) == forecast
+    assert {"stage", "outbox", "inbox", "spare"} <= forecast.keys()
+
+
+def test_passes_and_slot_reuse_are_in_the_forecast_of_nodes() -> None:
+    """They change what a rank holds, or the test above would show less than it seems to."""
+    topology, groups = Topology(16, 2), [architectures.block("block", [(1 << 15, 4096)], 2)] * 3
+    held = {}
+    for passes in (1, 4):
+        for mode in ("in_place", "slot_reuse"):
+            knobs = unmeasured("cuda", topology, [g.layout(32) for g in groups], passes=passes)
+            parts = arena_of_gpu_ranks(groups, topology, knobs=knobs, ring=memory.Ring(), mode=mode, multicast=False)
+            held[passes, mode] = parts["outbox"] + parts["inbox"]
+    assert held[1, "slot_reuse"] < held[1, "in_place"]
+    assert held[4, "in_place"] != held[1, "in_place"]
+    assert held[4, "slot_reuse"] < held[1, "slot_reuse"]
+
+
+def test_the_command_counts_nodes_to_the_byte_and_says_where_it_no_longer_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for most, says in (
+        (1 << 12, "(exact, on each GPU, with multicast)"),
+        (4, "(closed form (paper, section 5.4), on"),
+    ):
+        monkeypatch.setattr(limits, "MOST_COUNTED", most)
+        assert main(["plan", "wan2.2-14b", "--topology", "2x4"]) == 0
+        assert says in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

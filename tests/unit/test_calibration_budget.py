@@ -49,11 +49,12 @@ def test_rounds_of_probes_end_with_the_budget(probe_s: float, budget_s: float) -
         patch.setattr(probing, "time", clock)
         every = probes.probes(Topology(1, 2), 0, one_thread=True)
         runs = [clock.takes(probe_s)] * len(every)
-        found = probing._timed(_alone, every, runs, budget_s, probing._Progress(1))
+        found, rounds = probing._timed(_alone, every, runs, budget_s, probing._Progress(1))
         one_round = probe_s * len(every)
         assert set(found) == {(p.name, p.size) for p in every}
         assert clock.now <= max(budget_s, one_round) + one_round * (1 + 1e-9)
-        assert clock.now <= probing._ROUNDS * one_round * (1 + 1e-9)
+        assert 2 <= rounds <= probing._ROUNDS
+        assert clock.now == pytest.approx(rounds * one_round)
 
 
 def _member(rows: int) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -86,7 +88,16 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
         (["explain", "a:b", "--set", "plan=" + '{"a":' * 600 + "1" + "}" * 600], "nested deeper than 32 sections"),
         (["explain", "a:b", "--set", "plan=" + "[" * 10**5], "'plan' must be 'auto' or 'tide' or 'stock'"),
         (["timeline", "--from", "/no/such/file"], "cannot read a trace"),
-        (["timeline", "--mib", "-1"], "must be positive"),
+        (["timeline", "--mib", "-1"], "--mib must be from 0.0009765625 to 1048576; got -1.0"),
+        (["timeline", "--mib", "1e-9"], "--mib must be from"),
+        (["timeline", "--params", "0"], "--params must be from 1 to 10000; got 0"),
+        (["timeline", "--delay-us", "nan"], "--delay-us must be from 0 to 1000000000; got nan"),
+        (["plan", "nothing"], "no preset and no file 'nothing'. Presets: llama-3.1-70b"),
+        (["plan", "./none.json"], "no file './none.json': MODEL is a preset, a config.json or its folder"),
+        (["plan", "wan2.2-14b", "--slots", "4097"], "'all_gather.slots' must be at most 4096; got 4097"),
+        (["explain", "a:b", "--set", "all_gather.slots=" + "9" * 30], "'all_gather.slots' must be at most 4096"),
+        (["explain", "a:b", "--ranks", "36865"], "--ranks must be at most 36864; got 36865"),
+        (["explain", "TIDE-F999"], "no code 'TIDE-F999'; codes are TIDE-F001 to TIDE-F103"),
         (["timeline", "--svg", "/no/such/folder/x.svg"], "cannot write"),
         (["autopsy", "/no/such/folder"], "no folder"),
     ],
@@ -96,6 +107,73 @@ def test_what_is_wrong_is_said_on_stderr_with_exit_code_1(arguments: list[str], 
     captured = capsys.readouterr()
     assert words in captured.err
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "wan2.2-14b", "--gpus", "two"], "--gpus: must be a whole number from 1 to 10^9; got 'two'"),
+        (["explain", "a:b", "--ranks", "9" * 5000], "--ranks: must be a whole number from 1 to 10^9; got '9999"),
+        (["verify", "--topology", "x"], "--topology: 'x' is no topology of one node or more, such as 8x8"),
+        (["verify", "--topology", "0x2"], "'0x2' is no topology of one node or more"),
+        (["verify", "--preset", "wan2.2-14b"], "--preset says nothing without --topology"),
+        (["verify", "--faults", "--passes", "2"], "--passes says nothing without --topology or --base-plans"),
+        (["verify", "--base-plans", "--slot-reuse"], "--slot-reuse says nothing without --topology"),
+    ],
+)
+def test_wrong_usage_is_said_on_stderr_with_exit_code_2(arguments: list[str], words: str, capsys: Output) -> None:
+    assert run(*arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "FILE"],
+        ["plan", "wan2.2-14b", "--rates", "FILE"],
+        ["timeline", "--rates", "FILE"],
+        ["timeline", "--from", "FILE"],
+        ["explain", "a:b", "--config", "FILE"],
+        ["explain", "a:b", "--config", "FILE.yaml"],
+        ["autopsy", "FILE"],
+        ["timeline", "--measured", "FILE"],
+    ],
+    ids=" ".join,
+)
+def test_whatever_a_file_is_it_holds_nobody_up_and_ends_in_words(
+    arguments: list[str], tmp_path: Path, capsys: Output
+) -> None:
+    """Pipes, folders, links to nowhere, files beyond all bounds, no text, numbers and nests without end."""
+    name = tmp_path / ("options.yaml" if "FILE.yaml" in arguments else "file.json")
+    words = [str(name) if a.startswith("FILE") else a for a in arguments]
+
+    def sparse() -> None:
+        name.touch()
+        os.truncate(name, 3 << 30)
+
+    makes: list[Callable[[], Any]] = [
+        lambda: None,
+        lambda: os.mkfifo(name),
+        name.mkdir,
+        lambda: name.symlink_to(tmp_path / "nowhere"),
+        sparse,
+        lambda: name.write_bytes(b"\xff\xfe\x00"),
+        lambda: name.write_text("9" * 10**4),
+        lambda: name.write_text('{"a": ' * 10**4),
+        lambda: name.write_text("[NaN, 1e999, -1]"),
+        lambda: name.write_text(""),
+    ]
+    for make in makes:
+        make()
+        assert run(*words) == 1
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        assert said.startswith(f"tide {words[0]}: ")
+        assert len(said) < 700
+        if name.is_dir():
+            name.rmdir()
+        else:
+            name.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("depth", [600, 5000])

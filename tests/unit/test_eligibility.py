@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
 from tide_strategies.cli.offline import imagined_job
 from tide_strategies.config import TideConfig
 from tide_strategies.detect import Verdict, fallback
-from tide_strategies.errors import TideError
-from tide_strategies.fsdp2 import access
+from tide_strategies.errors import TideError, TideFallbackError
+from tide_strategies.fsdp2 import access, capture, install
 from tide_strategies.fsdp2.describe import lazy_init_on_meta
 from tide_strategies.fsdp2.eligibility import group_verdict, stated_topology
 from tide_strategies.fsdp2.param_group import TideParamGroup
+from tide_strategies.fsdp2.reduce import dispatch
 from tide_strategies.runtime.cuda import capability
 
 
@@ -85,7 +88,7 @@ def test_what_a_gpu_cannot_sum_or_capture(parameters: int, frozen: int, capturin
 
     with (
         mock.patch("tide_strategies.fsdp2.eligibility._device_verdict", return_value=None),
-        mock.patch("torch.cuda.is_current_stream_capturing", return_value=capturing),
+        mock.patch.object(capture, "capturing", return_value=capturing),
     ):
         assert verdicts(freeze, parameters) == [code, code]
 
@@ -122,7 +125,6 @@ def test_a_gpu_that_lacks_something_has_its_code_and_the_words(
         mock.patch.multiple(capability, cuda=native, missing_queues=lambda: queues),
         mock.patch("importlib.util.find_spec", return_value=object() if triton else None),
         mock.patch("torch.cuda.current_device", return_value=0),
-        mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
     ):
         capability.missing_capability.cache_clear()
         try:
@@ -149,10 +151,43 @@ def test_a_capture_that_begins_later_is_refused() -> None:
         fsdp_params=[],
     )
     with (
-        mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
+        mock.patch.object(capture, "capturing", return_value=True),
         pytest.raises(TideError, match=r"TIDE-F018 a CUDA graph is being captured in 'blocks.0'; capture what"),
     ):
         TideParamGroup.unshard(group)  # type: ignore[arg-type]
+
+
+def test_a_capture_that_begins_with_a_reduction_is_refused() -> None:
+    """Parameters that stay unsharded need no all-gather first."""
+    param = SimpleNamespace(_tide_group=SimpleNamespace(path=object()), _param_fqn="head.weight")
+    gradient = SimpleNamespace(device=torch.device("cuda"))
+    arguments = dict.fromkeys(inspect.signature(collectives.foreach_reduce).parameters)
+    with (
+        mock.patch.object(capture, "capturing", return_value=True),
+        pytest.raises(TideError, match=r"TIDE-F018 a CUDA graph is being captured in 'head.weight'"),
+    ):
+        dispatch(**{**arguments, "fsdp_params": [param], "unsharded_grads": [gradient]})
+
+
+def test_a_first_forward_that_is_captured_leaves_all_to_stock_and_asks_nobody() -> None:
+    """Whatever ranks could exchange there would be captured too, or end the capture."""
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    mesh = init_device_mesh("cpu", (16,))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh)
+    asked = mock.Mock(side_effect=AssertionError("nothing may be exchanged"))
+    with (
+        mock.patch.object(capture, "capturing", return_value=True),
+        mock.patch.multiple(install, agree_on_groups=asked, process_group_exchange=asked, connect=asked),
+    ):
+        made = install.Installation(model, TideConfig())
+        codes = [g.verdict.code for g in made.groups]
+        paths = [g.report().path for g in made.groups]
+        made.close()
+        with pytest.raises(TideFallbackError, match="TIDE-F018"):
+            install.Installation(model, TideConfig(strict=True))
+    assert codes == ["TIDE-F018"] * 2
+    assert paths == ["stock"] * 2
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
+from tide_strategies.fsdp2 import capture
 from tide_strategies.fsdp2.exposed import ExposedMeter, around
 
 
@@ -44,6 +47,19 @@ def backward(meter: ExposedMeter, device: Device, waits: list[float], step_s: fl
     device.host += step_s
     for _ in range(meter.groups):
         meter.finalized()
+
+
+def test_nothing_is_recorded_or_asked_during_a_capture() -> None:
+    device = Device()
+    meter = ExposedMeter(1, device.event, lambda: device.host)
+    backward(meter, device, [0.25])
+    device.done = device.stream
+    with mock.patch.object(capture, "capturing", return_value=True):
+        recorded = device.recorded
+        backward(meter, device, [0.5])
+        assert device.recorded == recorded
+        assert meter.stats().sampled == 0, "what has happened is read later"
+    assert meter.stats().seconds == 0.25
 
 
 def test_waits_are_added_up_once_they_are_over() -> None:

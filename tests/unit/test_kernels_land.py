@@ -7,23 +7,26 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tide_strategies.kernels.compile import LandSpec, build, compile_land, hidden_pointers
-from tide_strategies.kernels.reference import make_land_trial
+from tide_strategies.kernels.reference import DTYPES, make_land_trial, same_bytes
 from tide_strategies.kernels.tiles import LAND_HEAD_WORDS, LAND_SOURCE_WORDS, SumShape
 
 TILE = 256
-#: name -> (partials of a tile, places, output dtype, accumulate, aligned, tiles, grid, special values)
+#: name -> (partials of a tile, places, output dtype, accumulate, aligned, tiles, grid, special values), and a factor
+#: and whether it divides, if sums are not divided by 3.
 CASES: dict[str, tuple[Any, ...]] = {
     "one partial": (1, 1, "fp32", False, True, 7, 1, False),
     "one more partial": (1, 3, "fp32", True, True, 7, 2, False),
     "two nodes": (2, 4, "fp32", False, True, 7, 2, False),
     "eight nodes, and then some": (8, 16, "fp32", True, True, 14, 3, False),
     "unaligned": (3, 4, "fp32", True, False, 7, 2, False),
+    "multiplied": (3, 4, "fp32", True, True, 7, 2, False, 0.25, False),
     "to bf16": (2, 3, "bf16", False, True, 7, 2, False),
     "NaN, infinities, signed zeros and subnormals": (3, 3, "fp32", True, False, 7, 2, True),
 }
@@ -36,8 +39,9 @@ from tide_strategies.kernels.tiles import pointer_count
 
 SPECIAL = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, -1e-40, 3e38])
 
-def run(sources, places, out, accumulate, aligned, tiles, grid, special):
-    trial = make_land_trial(sources, places, {TILE}, out, accumulate, aligned, "cpu", tiles=tiles, seed=1)
+def run(sources, places, out, accumulate, aligned, tiles, grid, special, factor=3.0, divides=True):
+    scaling = dict(factor=factor, divides=divides)
+    trial = make_land_trial(sources, places, {TILE}, out, accumulate, aligned, "cpu", tiles=tiles, seed=1, **scaling)
     if special:
         random = torch.Generator().manual_seed(2)
         for values in trial.gradients:
@@ -48,7 +52,7 @@ def run(sources, places, out, accumulate, aligned, tiles, grid, special):
         # Two launches: the second starts in the middle of the table.
         half = tiles // 2
         for first, count in ((0, half), (half, tiles - half)):
-            land_tiles[(grid,)](t.tiles, first, count, t.staging, t.output, t.inverse, t.addresses(pointers),
+            land_tiles[(grid,)](*t.arguments(first, count, pointers),
                 SOURCES=sources, POINTERS=pointers, TILE={TILE}, ALIGNED=aligned, ACCUMULATE=accumulate)
     if out == "fp32":
         return trial.passes(launch)
@@ -73,6 +77,20 @@ def test_the_interpreted_kernel_gives_the_promised_bytes() -> None:
     assert json.loads(done.stdout) == dict.fromkeys(CASES, True)
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("out", ["fp32", "bf16"])
+def test_the_reference_divides_with_one_rounding(out: str, accumulate: bool) -> None:
+    trial = make_land_trial(1, 1, TILE, out, accumulate, True, "cpu", tiles=1)
+    (partial,), (at, count, _, start) = trial.gradients, trial.tiles[0].tolist()
+    old = trial.output.float()[at : at + count] if accumulate else torch.zeros(count)
+    for factor, divides, divisor in ((3.0, True, 3), (4.0, True, 4), (0.25, False, 4), (1.0, False, 1)):
+        output = trial.output.clone()
+        replace(trial, factor=factor, divides=divides).write(output)
+        # Rounding a quotient of 53 bits once more, to 24, gives the nearest of 24: 53 is at least 2 * 24 + 2.
+        want = old + (partial[start:][:count].double() / divisor).float()
+        assert same_bytes(output[at : at + count], want.to(DTYPES[out])), (factor, divides)
+
+
 def test_trials_tell_another_order_apart() -> None:
     trial = make_land_trial(3, 3, TILE, "fp32", True, True, "cpu")
 
@@ -80,9 +98,11 @@ def test_trials_tell_another_order_apart() -> None:
         for row in t.tiles.tolist():
             out, count, *places = row
             partials = [t.gradients[p][at:][:count] for p, at in zip(places[::2], places[1::2], strict=True)]
-            t.output[out : out + count] += ((partials[2] + partials[1]) + partials[0]) * torch.tensor(t.inverse)
+            t.output[out : out + count] += ((partials[2] + partials[1]) + partials[0]) / t.factor
 
     assert not trial.passes(backwards)
+    multiplied = replace(trial, factor=1 / 3, divides=False)
+    assert not trial.passes(lambda t: multiplied.write(t.output)), "3 has no exact reciprocal"
     assert not trial.passes(lambda t: None), "sums must be there"
 
 
@@ -102,6 +122,7 @@ def test_the_compiled_kernel_moves_whole_vectors_and_contracts_nothing(
     per_thread = 4096 // 512
     assert len(re.findall(r"\badd(\.rn)?\.f32\b", ptx)) == (sources - 1 + accumulate) * per_thread
     assert len(re.findall(r"\bmul(\.rn)?\.f32\b", ptx)) == per_thread
+    assert re.findall(r"\bdiv\.\S+", ptx) == ["div.rn.f32"] * per_thread, "where it divides: rounded as IEEE says"
     # Full tiles move 16 bytes at a time; the last one of a landing goes element by element.
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= sources * per_thread // 4
     assert "st.global.v4" in ptx

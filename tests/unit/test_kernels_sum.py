@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,32 +26,36 @@ from tide_strategies.kernels.reference import DTYPES, make_trial, reference, sam
 from tide_strategies.kernels.tiles import POINTER_COUNTS, TILE_WORDS, SumShape, TileWord, default_shape, pointer_count
 
 TILE = 256
-#: name -> (staged, gradients, gradient dtype, output dtype, aligned, tiles, grid, stages, special values)
+#: name -> (staged, gradients, gradient dtype, output dtype, aligned, tiles, grid, stages, special values), and a factor
+#: and whether it divides, if sums are not divided by 3.
 CASES: dict[str, tuple[Any, ...]] = {
     "one staged source": (1, 1, "bf16", "fp32", True, 7, 1, 1, False),
     "nothing staged": (0, 3, "bf16", "fp32", True, 7, 2, 1, False),
     "seven staged sources": (7, 4, "bf16", "fp32", True, 14, 3, 3, False),
     "unaligned offsets": (3, 4, "bf16", "fp32", False, 7, 2, 1, False),
     "unaligned offsets, fp32 to bf16": (3, 4, "fp32", "bf16", False, 7, 2, 1, False),
+    "multiplied": (3, 4, "bf16", "fp32", True, 7, 2, 2, False, 0.25, False),
     "fp32 to fp32": (3, 4, "fp32", "fp32", True, 7, 2, 2, False),
     "bf16 to bf16": (3, 4, "bf16", "bf16", True, 7, 2, 2, False),
     "many gradients": (1, 50, "bf16", "fp32", True, 60, 4, 2, False),
     "256 gradients": (1, 256, "fp32", "fp32", False, 40, 4, 1, False),
     "more programs than tiles": (2, 2, "bf16", "fp32", True, 3, 8, 1, False),
     "NaN, infinities, signed zeros and subnormals": (3, 2, "bf16", "fp32", False, 7, 2, 1, True),
+    "NaN, infinities, signed zeros, subnormals, multiplied": (3, 2, "bf16", "fp32", False, 7, 2, 1, True, 0.5, False),
     "NaN, infinities, signed zeros and subnormals to bf16": (3, 2, "fp32", "bf16", True, 7, 2, 1, True),
 }
 
 INTERPRET = f"""
 import json, sys, torch
-from tide_strategies.kernels.reference import make_trial, reference, same_bytes
+from tide_strategies.kernels.reference import make_trial, same_bytes
 from tide_strategies.kernels.sum import sum_tiles
 from tide_strategies.kernels.tiles import pointer_count
 
 SPECIAL = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, -1e-40, 3e38])
 
-def run(staged, gradients, grad, out, aligned, tiles, grid, stages, special):
-    trial = make_trial(staged, gradients, {TILE}, grad, out, aligned, "cpu", tiles=tiles, seed=1)
+def run(staged, gradients, grad, out, aligned, tiles, grid, stages, special, factor=3.0, divides=True):
+    scaling = dict(factor=factor, divides=divides)
+    trial = make_trial(staged, gradients, {TILE}, grad, out, aligned, "cpu", tiles=tiles, seed=1, **scaling)
     if special:
         random = torch.Generator().manual_seed(2)
         for values in (trial.staging, *trial.gradients):
@@ -62,13 +67,13 @@ def run(staged, gradients, grad, out, aligned, tiles, grid, stages, special):
         # Two launches: the second starts in the middle of the table.
         half = tiles // 2
         for first, count in ((0, half), (half, tiles - half)):
-            sum_tiles[(grid,)](t.tiles, first, count, t.staging, t.output, t.inverse, t.addresses(pointers),
+            sum_tiles[(grid,)](*t.arguments(first, count, pointers),
                 STAGED=staged, POINTERS=pointers, TILE={TILE}, STAGES=stages, ALIGNED=aligned)
     if out == "fp32":
         return trial.passes(launch)
     # The interpreter cuts fp32 down to bf16 instead of rounding (the compiled code is looked at for that).
     exact = trial.output.float()
-    reference(trial.tiles, trial.staging, exact, trial.inverse, trial.gradients, staged)
+    trial.write(exact)
     launch(trial)
     return same_bytes(trial.output, (exact.view(torch.int32) & -65536).view(torch.float32).bfloat16())
 
@@ -154,6 +159,7 @@ def test_additions_are_as_many_as_promised_and_rounded_each(aligned: bool) -> No
     per_thread = 2048 // 256
     assert len(re.findall(r"\badd(\.rn)?\.f32\b", ptx)) == 3 * per_thread
     assert len(re.findall(r"\bmul(\.rn)?\.f32\b", ptx)) == per_thread
+    assert re.findall(r"\bdiv\.\S+", ptx) == ["div.rn.f32"] * per_thread, "where it divides: rounded as IEEE says"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -170,7 +176,7 @@ def test_the_parameters_are_the_abi(pointers: int) -> None:
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     kernel = compiled(90, SumShape(1024, 8, 1), SumSpec(1, pointers, "bf16", "bf16", False))
     hidden = hidden_pointers(kernel, pointers)
-    visible = ["ptr", "b32", "b32", "ptr", "ptr", "f32"] + ["b64"] * pointers
+    visible = ["ptr", "b32", "b32", "ptr", "ptr", "f32", "b32"] + ["b64"] * pointers
     assert ptx_parameters(kernel.asm["ptx"]) == visible + ["ptr"] * hidden
     release = tuple(int(part) for part in triton.__version__.split(".")[:2])
     assert hidden == (1 if release < (3, 5) else 2)
@@ -188,9 +194,20 @@ def test_the_reference_adds_in_the_promised_order() -> None:
     for values, expected in (([one, one, big], big), ([big, one, one], big), ([one, one, 2.0], 4.0)):
         gradients = [torch.zeros(1), torch.tensor(values[2:])]
         output = torch.zeros(1)
-        reference(tiles, torch.tensor(values[:2]), output, 0.5, gradients, 2)
+        reference(tiles, torch.tensor(values[:2]), output, 0.5, False, gradients, 2)
         left, right = torch.tensor(values[0]) + torch.tensor(values[1]), torch.tensor(values[2])
         assert output.item() == (left + right).item() * 0.5 == expected * 0.5
+
+
+@pytest.mark.parametrize("out", ["fp32", "bf16"])
+def test_the_reference_divides_with_one_rounding(out: str) -> None:
+    trial = make_trial(0, 1, TILE, "fp32", out, True, "cpu", tiles=1)
+    (gradient,), (_, own, _, _, at, count) = trial.gradients, trial.tiles[0].tolist()
+    for factor, divides, divisor in ((3.0, True, 3), (4.0, True, 4), (0.25, False, 4), (1.0, False, 1)):
+        replace(trial, factor=factor, divides=divides).write(trial.output)
+        # Rounding a quotient of 53 bits once more, to 24, gives the nearest of 24: 53 is at least 2 * 24 + 2.
+        want = (gradient[own:][:count].double() / divisor).float().to(DTYPES[out])
+        assert same_bytes(trial.output[at : at + count], want), (factor, divides)
 
 
 def test_trials_tell_another_order_apart() -> None:
@@ -203,9 +220,11 @@ def test_trials_tell_another_order_apart() -> None:
             total = t.gradients[pointer][own : own + count]
             for s in range(3):
                 total = total + t.staging[at - s * stride :][:count]
-            t.output[out : out + count] = total * torch.tensor(t.inverse)
+            t.output[out : out + count] = total / t.factor
 
     assert not trial.passes(backwards)
+    multiplied = replace(trial, factor=1 / 3, divides=False)
+    assert not trial.passes(lambda t: multiplied.write(t.output)), "3 has no exact reciprocal"
     assert not trial.passes(lambda t: t.output.fill_(0.0)), "gaps must stay"
 
 

@@ -53,11 +53,12 @@ def test_every_variant_loads_through_the_switch(partial: Item, output: Item, acc
     assert ".target sm_90\n" in text
     loads = set(re.findall(r"multimem\.[\w:.]+", text))
     assert loads == {INSTRUCTIONS[partial]}
-    # One rounding an operation: nothing is fused, and each of the sum's values is multiplied once.
+    # One rounding an operation: nothing is fused, and each of the sum's values is multiplied or divided once.
     assert "fma" not in text
     assert "mul.rn.f32" in text
+    assert set(re.findall(r"\bdiv\.[\w.]+", text)) == {"div.rn.f32"}
     assert ("add.rn.f32" in text) is accumulate
-    assert text.count(".param .u64") + text.count(".param .u32") + text.count(".param .f32") == 10
+    assert text.count(".param .u64") + text.count(".param .u32") + text.count(".param .f32") == 11
     whole = partial is output is Item.F32
     assert ("st.v4.f32" in text) is whole, "16 bytes at a time"
     assert ("ld.v4.f32" in text) is (whole and accumulate)

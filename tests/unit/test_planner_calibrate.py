@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.planner.calibrate import (
+    FORMAT,
     Known,
     Measured,
     Timing,
@@ -39,7 +40,7 @@ TABLE = {
     "b": Measured(Timing(0.0, 0.0), Timing(1, 2), 10, 5),
 }
 KNOWN = Known(CPU_PAIR, TABLE)
-CONTENT = json.dumps({"format": 2, "facts": FACTS, **plain(KNOWN)}).encode()
+CONTENT = json.dumps({"format": FORMAT, "facts": FACTS, **plain(KNOWN)}).encode()
 
 
 def test_what_is_stored_is_loaded_and_private(tmp_path: Path) -> None:

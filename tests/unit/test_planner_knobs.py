@@ -18,7 +18,7 @@ from tide_strategies.planner import probes
 from tide_strategies.planner.knobs import Knobs, choose, unmeasured
 from tide_strategies.planner.rates import CPU_PAIR, GB, H200_PAIR, MIB, PAPER, Rates, bounds
 from tide_strategies.planner.replay import Machine, one_call, replay
-from tide_strategies.planner.sizing import passes_of, solve
+from tide_strategies.planner.sizing import MAX_CTAS, passes_of, solve
 from tide_strategies.runtime.encode import encode
 from tide_strategies.topology import Topology
 
@@ -28,11 +28,12 @@ def layout(ranks: int, rows: int, itemsize: int = 2) -> GroupLayout:
 
 
 def simulated(rates: Rates, topology: Topology, *, one_thread: bool) -> dict[tuple[str, int], float]:
-    """Seconds of every probe on a machine with these rates."""
-    machine = Machine(rates=rates, topology=topology, one_memory=one_thread)
+    """Seconds of every probe on a machine with these rates; landings with one thread block, or all there are."""
     by_rank = [probes.probes(topology, r, one_thread=one_thread) for r in range(topology.ranks)]
     out = {}
     for same in zip(*by_rank, strict=True):
+        blocks = MAX_CTAS if same[0].name == "fabric" else 1
+        machine = Machine(rates=rates, topology=topology, one_memory=one_thread, landing_ctas=blocks)
         found = replay(machine, one_call([p.schedule for p in same], [("main",)]))
         out[same[0].name, same[0].size] = found.seconds
     return out
@@ -80,19 +81,38 @@ def test_probes_of_gpus_give_their_rates_back() -> None:
     found = probes.rates_of(seconds, topology, H200_PAIR, "x", one_thread=False)
     assert found.push == found.intake == pytest.approx(own.push, rel=1e-6)
     assert found.sum_per_cta == pytest.approx(own.sum_per_cta, rel=1e-6)
+    # A wait that is over, and the start of the copy behind it; the first one is waited for.
+    assert found.wait_s == pytest.approx(own.wait_s + own.start_s - found.start_s, rel=0.05)
     assert (found.call_s, found.chunk_cap) == (H200_PAIR.call_s, H200_PAIR.chunk_cap)
     assert probes.rates_of(seconds, topology, H200_PAIR, "x", one_thread=False, ctas=8).sum_per_cta == pytest.approx(
         own.sum_per_cta / 8, rel=1e-6
     )
 
 
+@pytest.mark.parametrize("form", [(2, 1), (2, 2), (3, 2)])
+def test_probes_of_gpu_nodes_give_rates_of_rails_and_landings_back(form: tuple[int, int]) -> None:
+    """One thread block's landing, and what the fabric allows, are told apart: memory is wide, or it would be that."""
+    topology = Topology(*form)
+    own = replace(H200_PAIR, memory=1e15, land_per_cta=9 * GB, land_cap=70 * GB, rail=11 * GB, rail_signal_s=40e-6)
+    seconds = simulated(own, topology, one_thread=False)
+    found = probes.rates_of(seconds, topology, H200_PAIR, "x", one_thread=False)
+    assert found.rail == pytest.approx(own.rail, rel=1e-6)
+    assert found.land_per_cta == pytest.approx(own.land_per_cta, rel=1e-6)
+    assert found.land_cap == pytest.approx(own.land_cap, rel=1e-6)
+    assert found.round_wait_s == pytest.approx(2 * own.rail_signal_s, rel=0.1)
+    halved = probes.rates_of(seconds, topology, H200_PAIR, "x", one_thread=False, landing_ctas=2)
+    assert (halved.land_per_cta, halved.land_cap) == (found.land_per_cta / 2, found.land_cap)
+
+
 @pytest.mark.parametrize("form", [(1, 2), (1, 8), (4, 2), (2, 1)])
 def test_probes_fit_their_memory_and_every_executor(form: tuple[int, int]) -> None:
     topology = Topology(*form)
-    for one_thread in (True, False) if form[0] == 1 else (True,):
+    for one_thread in (True, False):
         large = probes.bulk_bytes(topology, one_thread=one_thread)
         every = probes.probes(topology, 0, one_thread=one_thread)
-        assert probes.memory(every)[Space.STAGING, 0] * topology.local_ranks <= (1 << 29 if one_thread else 1 << 32)
+        memory = probes.memory(every)
+        assert memory[Space.STAGING, 0] * topology.local_ranks <= (1 << 29 if one_thread else 1 << 32)
+        assert [n for (space, _), n in memory.items() if space is not Space.STAGING] == [large] * 2 * (form[0] > 1)
         for probe in every:
             encode(probe.schedule, 1)
             if not one_thread:

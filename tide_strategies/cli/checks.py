@@ -229,6 +229,10 @@ def _job() -> Iterator[Check]:
 
 def _ranks(numbers: Mapping[str, int]) -> Iterator[Check]:
     world, local = numbers["WORLD_SIZE"], numbers.get("LOCAL_WORLD_SIZE", 0)
+    if numbers.get("RANK", 0) >= world:
+        words = f"RANK is {numbers['RANK']} of {world} ranks, which are numbered from 0"
+        yield Check("job", "launcher", "fail", words, "start the job with torchrun")
+        return
     if not local:
         yield Check("job", "launcher", "note", f"{world} ranks; LOCAL_WORLD_SIZE is not set")
         return

@@ -9,10 +9,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tide_strategies.cli.arguments import positive
 from tide_strategies.cli.tables import gib, table, wrapped
 from tide_strategies.config import TideConfig
 from tide_strategies.detect import FALLBACKS, OK
 from tide_strategies.errors import TideConfigError
+from tide_strategies.planner import limits
+from tide_strategies.planner.reading import read_bytes
+
+#: No configuration is larger.
+_MOST_BYTES = 1 << 20
 
 _ABOUT = """\
 MODEL is a Python path, package.module:function, where the function returns the model. It is called on the meta device,
@@ -32,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _ABOUT
     add = parser.add_argument
     add("model", metavar="MODEL", help="package.module:function, or a code such as TIDE-F012")
-    add("--ranks", type=int, default=8, help="ranks to shard over (default: 8)")
+    add("--ranks", type=positive, default=8, help="ranks to shard over (default: 8)")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="what the ranks run on (default: cuda)")
     add(
         "--precision",
@@ -50,10 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Explain a code, or the groups of a model."""
     if arguments.model.upper() in FALLBACKS:
         return _code(arguments.model.upper(), arguments.json)
+    if arguments.model.upper().startswith("TIDE-"):
+        raise TideConfigError(f"no code {arguments.model!r}; codes are {min(FALLBACKS)} to {max(FALLBACKS)}, with gaps")
     if ":" not in arguments.model:
         raise TideConfigError(f"MODEL is package.module:function or a code; got {arguments.model!r}")
-    if arguments.ranks < 1:
-        raise TideConfigError(f"--ranks must be at least 1; got {arguments.ranks}")
+    if arguments.ranks > limits.MOST_RANKS:
+        raise TideConfigError(f"--ranks must be at most {limits.MOST_RANKS}; got {arguments.ranks}")
     config = TideConfig.from_any(read_options(arguments.config, arguments.set))
     print(f"building {arguments.model} on the meta device ...", file=sys.stderr, flush=True)
     groups = _verdicts(arguments.model, arguments.ranks, arguments.device, arguments.precision, config)
@@ -90,17 +98,17 @@ def read_options(file: Path | None, settings: list[str]) -> dict[str, Any]:
 
 def _options_of(file: Path) -> dict[str, Any]:
     try:
-        text = file.read_text()
+        text = read_bytes(file, _MOST_BYTES).decode()
         if file.suffix == ".json":
             options = json.loads(text)
         else:
             try:
                 from yaml import safe_load
             except ImportError:
-                raise TideConfigError(f"{file} is not .json, and PyYAML is not installed") from None
+                raise TideConfigError("it is not .json, and PyYAML is not installed") from None
             options = safe_load(text)
-    except TideConfigError:
-        raise
+    except TideConfigError as e:
+        raise TideConfigError(f"cannot read options from {file}: {e}") from None
     except Exception as e:  # whatever a YAML file can raise
         raise TideConfigError(f"cannot read options from {file}: {type(e).__name__}: {e}") from None
     if not isinstance(options, dict):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tide_strategies.cli.arguments import positive
 from tide_strategies.cli.tables import gib, table, wrapped
-from tide_strategies.config import parse_topology
+from tide_strategies.config import AllGatherConfig, parse_topology
 from tide_strategies.errors import TideConfigError
 from tide_strategies.planner import architectures, calibrate, limits, memory, predict
 from tide_strategies.planner.groups import Group, Model
@@ -38,9 +40,9 @@ dry as well, for its peak of memory. Examples:
   tide plan ./my-model/config.json --nodes 1 --gpus 8 --rates h200-pair --json
   tide plan tide_strategies.cli.demo_model:planned --gpus 2 --device cpu --precision 32-true
 
-On one node, memory is what this version's runtime allocates, to the byte, and times come from replaying the schedules
-that run. Across nodes, memory is the paper's closed form (section 5.4), and beyond 64 ranks times come from a stage
-model (docs/simulator.md). Times are of collectives by themselves, at the given rates.
+Memory is what this version's runtime allocates, to the byte (beyond 4096 ranks the paper's closed form, section 5.4),
+and times come from replaying the schedules that run; across nodes, beyond 64 ranks, from a stage model
+(docs/simulator.md). Times are of collectives by themselves, at the given rates.
 """
 
 
@@ -50,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _ABOUT
     add = parser.add_argument
     add("model", metavar="MODEL", help="preset, config.json, or package.module:function")
-    add("--nodes", type=_positive, default=1, help="nodes (default: 1)")
-    add("--gpus", type=_positive, default=8, help="GPUs (or processes) of one node (default: 8)")
+    add("--nodes", type=positive, default=1, help="nodes (default: 1)")
+    add("--gpus", type=positive, default=8, help="GPUs (or processes) of one node (default: 8)")
     add("--topology", help="both at once, as in 8x8")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="what the ranks run on (default: cuda)")
     add("--mode", choices=["in_place", "slot_reuse"], default="in_place", help="reduce_scatter.mode")
-    add("--slots", type=_positive, default=2, help="all_gather.slots (default: 2)")
+    add("--slots", type=positive, default=2, help="all_gather.slots (default: 2)")
     add(
         "--multicast",
         choices=["auto", "on", "off"],
@@ -88,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     stated = parse_topology(arguments.topology) if arguments.topology else None
     topology = Topology(stated.nodes, stated.gpus_per_node) if stated else Topology(arguments.nodes, arguments.gpus)
     limits.check_topology(topology)
+    AllGatherConfig(slots=arguments.slots)
     model, footprint = load_model(arguments, topology.ranks)
     rates = load_rates(arguments.rates, arguments.device)
     if arguments.device == "cuda" and arguments.multicast != "auto":
@@ -129,6 +132,8 @@ def load_model(options: argparse.Namespace, ranks: int) -> tuple[Model, Footprin
     itemsize, master = {"bf16-mixed": (2, 4), "bf16-true": (2, 2), "32-true": (4, 4)}[options.precision]
     if Path(text).exists():
         return architectures.from_file(Path(text), itemsize=itemsize, master_itemsize=master, wrap=wrap), None
+    if os.sep in text or text.endswith(".json"):
+        raise TideConfigError(f"no file {text!r}: MODEL is a preset, a config.json or its folder, or a Python path")
     if ":" in text:
         from tide_strategies.cli.offline import planned
 
@@ -217,7 +222,7 @@ def arena_of_cpu_ranks(
 def arena_of_gpu_ranks(
     groups: Sequence[Group], topology: Topology, *, knobs: Knobs, ring: memory.Ring, mode: str, multicast: bool
 ) -> dict[str, int]:
-    """Bytes of device memory by part that each GPU of one node will hold, by the runtime's own counts."""
+    """Bytes of device memory by part that each GPU will hold, by the runtime's own counts, whatever the rail."""
     layouts = [g.layout(topology.ranks) for g in groups]
     return memory.arena_on_gpu(
         groups,
@@ -251,7 +256,7 @@ def _arena(
     if options.device == "cpu":
         parts = arena_of_cpu_ranks(groups, topology, knobs=knobs, ring=ring)
         return parts, "exact, shared by all ranks of one host"
-    if topology.nodes > 1:
+    if topology.nodes > 1 and topology.ranks > limits.MOST_COUNTED:
         parts = memory.arena_across_nodes(groups, topology, mode=options.mode, round_width=width, ring=ring)
         return parts, "closed form (paper, section 5.4), on each GPU"
     multicast = uses_multicast(topology, options.multicast)
@@ -375,10 +380,3 @@ def _rows(kinds: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 def _count(number: int) -> str:
     return f"{number / 1e9:.2f} billion" if number >= 1e8 else f"{number / 1e6:.2f} million"
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
-    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +11,13 @@ from tide_strategies.cli.plan import load_rates
 from tide_strategies.config import parse_topology
 from tide_strategies.errors import TideConfigError
 from tide_strategies.planner import limits, measured, predict, stages, timeline
+from tide_strategies.planner.reading import read_json
 from tide_strategies.planner.replay import Machine, Span
 from tide_strategies.planner.sizing import solve
 from tide_strategies.topology import Topology
 
+#: Traces of a profiler are large, but fit a memory.
+_MOST_BYTES = 2 << 30
 _ABOUT = """\
 The schedules that executors run are replayed, operation by operation; beyond 64 ranks on several nodes it is the stage
 model (docs/simulator.md). In the terminal, # is work and . is waiting. --trace opens in https://ui.perfetto.dev or
@@ -82,11 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measured(file: Path) -> list[Span]:
-    try:
-        data = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as e:
-        raise TideConfigError(f"cannot read a trace from {file}: {type(e).__name__}: {e}") from None
-    return timeline.spans_of_profile(data)
+    return timeline.spans_of_profile(read_json(file, "a trace", _MOST_BYTES))
 
 
 def _of_ranks(folder: Path, window: str | None) -> tuple[list[Span], str]:
@@ -115,8 +114,12 @@ def _predicted(arguments: argparse.Namespace) -> tuple[Sequence[Span], str]:
     stated = parse_topology(arguments.topology)
     topology = Topology(stated.nodes, stated.gpus_per_node)
     limits.check_topology(topology)
-    if not 0 < arguments.mib <= 2**20 or not 1 <= arguments.params <= 10_000 or not 0 <= arguments.delay_us < 1e9:
-        raise TideConfigError("--mib, --params and --delay-us must be positive numbers of a sensible size")
+    for name, low, high in (("mib", 2**-10, 2**20), ("params", 1, 10_000), ("delay_us", 0, 10**9)):
+        value = getattr(arguments, name)
+        if not low <= value <= high:
+            raise TideConfigError(f"--{name.replace('_', '-')} must be from {low} to {high}; got {value}")
+    if topology.nodes > 1:
+        print(f"simulating {topology} ...", file=sys.stderr, flush=True)
     rates, nbytes = load_rates(arguments.rates, arguments.device), int(arguments.mib * 2**20)
     sizing = solve(rates, topology, nbytes)
     gather = arguments.collective == "all-gather"

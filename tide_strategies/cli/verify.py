@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from tide_strategies.cli.arguments import positive
 from tide_strategies.collectives.plan import BasePlan, refusals
 from tide_strategies.collectives.rail_lane import one_wave
 from tide_strategies.collectives.reduce_scatter import reduce_scatter
@@ -36,6 +37,7 @@ in the promised order. docs/protocol.md says what is proven and what is not.
   tide verify --base-plans                                 every base plan, accepted or rejected
   tide verify --faults                                     broken schedules must be found
 """
+_PRESET = "llama-3.1-70b"
 #: Bytes staged at a time when real geometry is verified.
 _CHUNK_BYTES = 8 * 1024 * 1024
 #: (nodes, local ranks, wave width, round width, passes) of the sample.
@@ -54,8 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--base-plans", action="store_true", help="count accepted and rejected base plans")
     what.add_argument("--topology", type=_topology, metavar="MxL", help="nodes x ranks per node, with --preset")
     what.add_argument("--faults", action="store_true", help="break schedules and see that each fault is found")
-    parser.add_argument("--preset", choices=sorted(PRESETS), default="llama-3.1-70b", help="model (with --topology)")
-    parser.add_argument("--passes", type=int, default=1, help="sub-slice passes (with --base-plans or --topology)")
+    parser.add_argument("--preset", choices=sorted(PRESETS), help=f"model (with --topology; default: {_PRESET})")
+    parser.add_argument(
+        "--passes", type=positive, help="sub-slice passes (with --base-plans or --topology; default: 1)"
+    )
     parser.add_argument("--slot-reuse", action="store_true", help="outbox of two rounds (with --topology)")
     parser.add_argument(
         "--side-by-side", action="store_true", help="streams and a landing per rank, as on GPUs (with --topology)"
@@ -63,11 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--multicast", action="store_true", help="one write or reduction reaches a node (with --side-by-side)"
     )
-    parser.add_argument("--round-width", type=int, default=4, help="puts of a round (with --topology; default: 4)")
-    parser.add_argument(
-        "--chunk-bytes", type=int, default=_CHUNK_BYTES, help="bytes staged at a time (with --topology; default: 8 MiB)"
-    )
-    parser.add_argument("--calls", type=int, default=3, help="calls in a row (with --topology; default: 3)")
+    parser.add_argument("--round-width", type=positive, help="puts of a round (with --topology; default: 4)")
+    parser.add_argument("--chunk-bytes", type=positive, help="bytes staged at a time (with --topology; default: 8 MiB)")
+    parser.add_argument("--calls", type=positive, help="calls in a row (with --topology; default: 3)")
     parser.add_argument("--json", action="store_true", help="print JSON; progress goes to stderr")
 
 
@@ -82,12 +84,18 @@ class _Outcome:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify; 0 if nothing is wrong."""
-    if arguments.passes < 1 or arguments.calls < 1:
-        print("tide verify: --passes and --calls must be at least 1", file=sys.stderr)
-        return 2
+    for name in ("preset", "calls", "slot_reuse", "passes", "side_by_side", "multicast", "round_width", "chunk_bytes"):
+        used = arguments.topology is not None or (name == "passes" and arguments.base_plans)
+        if getattr(arguments, name) and not used:
+            also = " or --base-plans" if name == "passes" else ""
+            print(f"tide verify: --{name.replace('_', '-')} says nothing without --topology{also}", file=sys.stderr)
+            return 2
     if arguments.multicast and not arguments.side_by_side:
         print("tide verify: --multicast is for GPUs, whose streams run --side-by-side: give both", file=sys.stderr)
         return 2
+    arguments.preset, arguments.calls = arguments.preset or _PRESET, arguments.calls or 3
+    arguments.passes, arguments.round_width = arguments.passes or 1, arguments.round_width or 4
+    arguments.chunk_bytes = arguments.chunk_bytes or _CHUNK_BYTES
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         outcome = _outcome(arguments)
@@ -309,5 +317,5 @@ def _topology(text: str) -> Topology:
     try:
         nodes, local = (int(t) for t in text.lower().split("x"))
         return Topology(nodes, local)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(f"{text!r} is no topology such as 8x8: {e}") from None
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no topology of one node or more, such as 8x8") from None

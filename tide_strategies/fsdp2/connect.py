@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from tide_strategies.collectives.schedule import Item
+from tide_strategies.collectives.schedule import Item, Space
 from tide_strategies.config import TideConfig
 from tide_strategies.detect import fallback
 from tide_strategies.errors import TideArenaError, TideConfigError, TideFallbackError
@@ -143,26 +143,76 @@ def _connect_cuda(
     config: TideConfig,
     solve: Callable[[Topology], Knobs],
 ) -> tuple[AnyEngine, Knobs]:
+    placement = place_gpus(exchange, ranks, config)
+    knobs = solve(placement.topology)
+
+    def connected(placement: Placement) -> CudaEngine:
+        _tell_of_messages(ranks.rank(), config, placement)
+        return _with_or_without_multicast(exchange, ranks, members, config, knobs, placement)
+
+    try:
+        return connected(placement), knobs
+    except TideArenaError as e:  # on every rank alike
+        placement = instead(config, placement, e)
+    return connected(placement), knobs
+
+
+def place_gpus(exchange: Exchange, ranks: dist.ProcessGroup, config: TideConfig) -> Placement:
+    """The topology, rail and multicast of ranks that drive GPUs, which the options and the hosts make. Collective.
+
+    Raises:
+        TideArenaError: on every rank alike, if there is none.
+    """
     from tide_strategies.runtime.cuda.multicast import multicast_facts, why_unicast
     from tide_strategies.runtime.cuda.nccl_domains import missing_nccl
 
     facts = {"nccl": missing_nccl(), "multicast": multicast_facts(torch.cuda.current_device())}
     identities = exchange_json(exchange, {**bootstrap.host_identity(), **facts})
     placement = place_devices(identities, stated_topology(config, ranks), config.rail)
-    knobs = solve(placement.topology)
     why = why_unicast([i["multicast"] for i in identities], placement.topology, config.all_gather.multicast)
+    return without_multicast(placement, why) if why else replace(placement, multicast="on")
 
-    def connected(placement: Placement) -> CudaEngine:
-        _tell_of_messages(ranks.rank(), config, placement)
-        return _with_or_without_multicast(exchange, ranks, members, config, knobs, placement, why)
 
-    try:
-        return connected(placement), knobs
-    except TideArenaError as e:  # on every rank alike
-        if config.rail != "auto" or placement.rail != "nccl_rma" or e.code != "TIDE-F029":
-            raise
-        placement = by_messages(placement, str(e))
-    return connected(placement), knobs
+def without_multicast(placement: Placement, why: str) -> Placement:
+    """The same without multicast, and why."""
+    return replace(placement, multicast=f"off ({why})")
+
+
+def instead(config: TideConfig, placement: Placement, error: TideArenaError) -> Placement:
+    """Where GPU ranks are to be connected in another way after ``error``, or that error again."""
+    if config.rail != "auto" or placement.rail != "nccl_rma" or error.code != "TIDE-F029":
+        raise error
+    return by_messages(placement, str(error))
+
+
+def gpu_engine(
+    exchange: Exchange,
+    ranks: dist.ProcessGroup,
+    config: TideConfig,
+    placement: Placement,
+    slots: int,
+    memory: Mapping[tuple[Space, int], int],
+) -> CudaEngine:
+    """An engine for GPU ranks that are placed like that, with its rail. Collective; ``memory`` as of ``CudaEngine``.
+
+    Raises:
+        TideArenaError: on every rank alike, if that cannot be.
+    """
+    from tide_strategies.runtime.cuda.engine import CudaEngine
+
+    device = torch.cuda.current_device()
+    return CudaEngine(
+        exchange,
+        ranks.rank(),
+        placement.topology,
+        device,
+        slots=slots,
+        memory=memory,
+        timeout_s=config.timeout_s,
+        rail=_device_rail(exchange, ranks, placement, device, config, slots),
+        multicast=placement.multicast == "on",
+        host_ranks=placement.host_ranks,
+    )
 
 
 def _tell_of_messages(rank: int, config: TideConfig, placement: Placement) -> None:
@@ -184,23 +234,23 @@ def _with_or_without_multicast(
     config: TideConfig,
     knobs: Knobs,
     placement: Placement,
-    why: str,
 ) -> CudaEngine:
-    """Connect them with multicast, unless there is a reason ``why`` not, or it fails."""
+    """Connect them as ``placement`` says, or without multicast if that fails."""
     wanted, failed = config.all_gather.multicast, ""
-    if not why:
+    if placement.multicast == "on":
         try:
-            return _connect_devices(exchange, ranks, members, config, knobs, replace(placement, multicast="on"))
+            return _connect_devices(exchange, ranks, members, config, knobs, placement)
         except TideArenaError as e:  # on every rank alike; what has nothing to do with multicast fails again below
-            why = failed = str(e)
+            failed = str(e)
+            placement = without_multicast(placement, failed)
     if wanted is True:
+        why = placement.multicast.removeprefix("off (").removesuffix(")")
         words = f"all_gather.multicast is true, and cannot be: {why}"
         if config.strict:
             raise TideFallbackError(f"TIDE (strict): {words}")
         if ranks.rank() == 0:
             _log.warning("TIDE: %s. Shards go to each peer by a copy of their own.", words)
-    unicast = replace(placement, multicast=f"off ({why})")
-    engine = _connect_devices(exchange, ranks, members, config, knobs, unicast)
+    engine = _connect_devices(exchange, ranks, members, config, knobs, placement)
     if failed and wanted is not True and ranks.rank() == 0:
         _log.warning("TIDE: multicast was to be used, and failed: %s. Shards go to each peer by a copy.", failed)
     return engine
@@ -217,33 +267,21 @@ def _connect_devices(
     """Connect them as ``placement`` says, on every rank, or with a TideArenaError on each."""
     from tide_strategies.fsdp2.cuda_path import CudaLanding, CudaPath, CudaStreams
     from tide_strategies.fsdp2.device_trace import DeviceTrace
-    from tide_strategies.runtime.cuda.engine import CudaEngine
     from tide_strategies.runtime.cuda.group import needed_device_memory
     from tide_strategies.runtime.cuda.sum_kernels import sum_kernels
 
-    topology, device, multicast = placement.topology, torch.cuda.current_device(), placement.multicast == "on"
+    topology, device = placement.topology, torch.cuda.current_device()
     slot_reuse = config.reduce_scatter.mode == "slot_reuse"
-    slots = len(members) + config.all_gather.slots
-    engine = CudaEngine(
-        exchange,
-        ranks.rank(),
+    memory = needed_device_memory(
+        (m.layout for m in members),
         topology,
-        device,
-        slots=slots,
-        memory=needed_device_memory(
-            (m.layout for m in members),
-            topology,
-            ranks.rank(),
-            knobs.chunk_bytes,
-            slot_reuse,
-            plan=knobs.base_plan(topology),
-            multicast=multicast,
-        ),
-        timeout_s=config.timeout_s,
-        rail=_device_rail(exchange, ranks, placement, device, config, slots),
-        multicast=multicast,
-        host_ranks=placement.host_ranks,
+        ranks.rank(),
+        knobs.chunk_bytes,
+        slot_reuse,
+        plan=knobs.base_plan(topology),
+        multicast=placement.multicast == "on",
     )
+    engine = gpu_engine(exchange, ranks, config, placement, len(members) + config.all_gather.slots, memory)
     try:
         groups = _device_groups(engine, members, config, knobs, sum_kernels(device))
         _prepare(exchange, ranks.rank(), members, groups)

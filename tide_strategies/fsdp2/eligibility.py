@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.config import PinnedPlan, TideConfig, TopologyConfig
 from tide_strategies.detect import Verdict, fallback
+from tide_strategies.fsdp2 import capture
 from tide_strategies.fsdp2.access import group_name, unsharded_dtype
 from tide_strategies.kernels.tiles import POINTER_COUNTS
 from tide_strategies.topology import Topology
@@ -47,7 +48,7 @@ def group_verdict(group: Any, config: TideConfig, imagined: str | None = None) -
         return fallback("TIDE-F007")
     return (
         _comms_verdict(group)
-        or (_gpu_verdict(group, capturing=imagined is None and _capturing()) if kind == "cuda" else None)
+        or (_gpu_verdict(group, capturing=imagined is None and capture.capturing()) if kind == "cuda" else None)
         or next(filter(None, (_param_verdict(p) for p in group.fsdp_params)), None)
         or _reduction_verdict(group)
         or _topology_verdict(group, config)
@@ -77,10 +78,6 @@ def _device_verdict(device_type: str) -> Verdict | None:
 
     missing = missing_capability(torch.cuda.current_device())
     return None if missing is None else fallback("TIDE-F016", missing)
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
 
 
 def _gpu_verdict(group: Any, *, capturing: bool) -> Verdict | None:

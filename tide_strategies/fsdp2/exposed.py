@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tide_strategies.fsdp2 import capture
 from tide_strategies.report import ExposedStats
 
 #: Share of a backward's time (with the forward before it) that recording may cost the host; 1% is promised.
@@ -51,7 +52,7 @@ class ExposedMeter:
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         """Time what is enqueued on the current stream inside, if this backward is sampled."""
-        if not self._sampling:
+        if not self._sampling or capture.capturing():  # an event that is captured never happens
             yield
             return
         first, last = self._record(), None
@@ -97,6 +98,8 @@ class ExposedMeter:
 
     def _read(self) -> None:
         """Take in the samples whose last event has happened; events of one stream happen in order."""
+        if capture.capturing():  # which forbids to ask
+            return
         while self._pending and all(last.query() for _, last in self._pending[0][-1:]):
             for first, last in self._pending.popleft():
                 self._seconds += first.elapsed_time(last) * 1e-3

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from tide_strategies.config import KNOBS, PinnedPlan, TideConfig
 from tide_strategies.detect import OK, Verdict, fallback
 from tide_strategies.errors import TideArenaError, TideError, TideFallbackError
-from tide_strategies.fsdp2 import access
+from tide_strategies.fsdp2 import access, capture
 from tide_strategies.fsdp2.agreement import agree_on_groups
 from tide_strategies.fsdp2.calibration import Calibrated, Calibration
 from tide_strategies.fsdp2.connect import AnyEngine, connect
@@ -111,7 +111,11 @@ class Installation:
         access.lazy_init(root)
         groups = access.param_groups(root)
         self.groups = [InstalledGroup(g, access.group_name(g), group_verdict(g, config), _layout(g)) for g in groups]
-        self._agree()
+        if capture.capturing():  # nothing can be exchanged; all ranks capture, or they would not meet in their graphs
+            for installed in (g for g in self.groups if g.verdict.ok):
+                installed.verdict = fallback("TIDE-F018")
+        else:
+            self._agree()
         try:
             for ranks, members in self._process_groups():
                 try:

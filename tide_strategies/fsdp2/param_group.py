@@ -20,10 +20,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from tide_strategies.detect import fallback
 from tide_strategies.errors import TideError
 from tide_strategies.fsdp2.access import unsharded_dtype
 from tide_strategies.fsdp2.ahead import GatherAhead
+from tide_strategies.fsdp2.capture import refuse_capture
 from tide_strategies.fsdp2.exposed import ExposedMeter, around
 from tide_strategies.fsdp2.path import Path
 from tide_strategies.fsdp2.reduce import dispatch, rebind
@@ -130,9 +130,7 @@ class TideParamGroup(FSDPParamGroup):
             return
         if not self.unshard_in_backward and self._training_state == _TrainingState.PRE_BACKWARD:
             return
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            verdict = fallback("TIDE-F018")
-            raise TideError(f"TIDE: {verdict.code} {verdict.reason} in {self._module_fqn!r}; {verdict.remedy}")
+        refuse_capture(self.device, self._module_fqn or "(root)")
         shards = []
         for param in self.fsdp_params:
             shard = param._sharded_param_data

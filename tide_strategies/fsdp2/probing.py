@@ -5,32 +5,26 @@ Memory of its own is shared for it and given back; nothing of the model is touch
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from tide_strategies.collectives.schedule import Item
 from tide_strategies.config import TideConfig
 from tide_strategies.errors import TideArenaError
 from tide_strategies.fsdp2.connect import cpu_engine
 from tide_strategies.planner import probes
 from tide_strategies.planner.rates import Rates, built_in
 from tide_strategies.runtime.exchange import Exchange, exchange_json
-from tide_strategies.topology import Topology
 
 _log = logging.getLogger("tide_strategies")
 
 #: Rounds over all probes at most, of which the first is not counted: pages are touched, connections begin.
 _ROUNDS = 6
-#: Thread blocks of the sum that is timed on a GPU: enough to be timed, few enough that each adds its full rate.
-_SUM_CTAS = 8
-
-#: Runs a probe once and returns when this rank's part is done.
-Run = Callable[[], None]
 
 
 def measure_rates(
@@ -38,29 +32,36 @@ def measure_rates(
 ) -> Rates | None:
     """Measure, within about ``budget_s``; alike on all ranks, which call it together.
 
+    To connect the ranks and to compile kernels counts, but takes the time that it takes; two rounds of the probes,
+    which are milliseconds on GPUs, are run in any case.
+
     None, with a line of the log, if memory for it cannot be shared or the times make no rates.
     """
-    one_thread = device.type == "cpu"
+    one_thread, begin, progress = device.type == "cpu", time.perf_counter(), _Progress(ranks.rank())
+    if not one_thread:
+        from tide_strategies.fsdp2.device_probing import LANDING_CTAS, SUM_CTAS, gpu_probes
     try:
-        topology, seconds = (_on_cpu if one_thread else _on_gpu)(exchange, ranks, config, budget_s)
+        progress.say("connecting its ranks")
+        with (_cpu_probes if one_thread else gpu_probes)(exchange, ranks, config) as ready:
+            connected_s, topology = time.perf_counter() - begin, ready.topology
+            seconds, rounds = _timed(exchange, ready.every, ready.runs, begin + budget_s, progress)
     except TideArenaError as e:  # on every rank alike; connecting the model will say so as well, if it matters there
         _log.info("TIDE: the rates of this machine are not measured: %s", e)
         return None
+    finally:
+        progress.end()
     where = f"{topology} {device.type} ranks"
+    ctas = {} if one_thread else {"ctas": SUM_CTAS, "landing_ctas": LANDING_CTAS}
     try:
         rates = probes.rates_of(
-            seconds,
-            topology,
-            built_in(device.type),
-            f"measured on {where}",
-            one_thread=one_thread,
-            ctas=1 if one_thread else _SUM_CTAS,
+            seconds, topology, built_in(device.type), f"measured on {where}", one_thread=one_thread, **ctas
         )
     except ValueError as e:
         _log.warning("TIDE: the rates of %s cannot be told from the times of probes (%s)", where, e)
         return None
     if ranks.rank() == 0:
-        _log.info("TIDE: rates of %s: %s", where, words(rates))
+        took = f"after {connected_s:.2f} s of connecting and compiling, {rounds} rounds"
+        _log.info("TIDE: rates of %s: %s (%s)", where, words(rates), took)
     return rates
 
 
@@ -73,9 +74,8 @@ def words(rates: Rates) -> str:
     )
 
 
-def _on_cpu(
-    exchange: Exchange, ranks: dist.ProcessGroup, config: TideConfig, budget_s: float
-) -> tuple[Topology, dict[tuple[str, int], float]]:
+@contextlib.contextmanager
+def _cpu_probes(exchange: Exchange, ranks: dist.ProcessGroup, config: TideConfig) -> Iterator[probes.Prepared]:
     engine, _ = cpu_engine(exchange, ranks, config, slots=1)
     try:
         topology = engine.topology
@@ -84,7 +84,7 @@ def _on_cpu(
         large = probes.bulk_bytes(topology, one_thread=True)
         source, output = torch.zeros(large, dtype=torch.uint8), torch.zeros(2 * large, dtype=torch.uint8)
 
-        def prepared(probe: probes.Probe) -> Run:
+        def prepared(probe: probes.Probe) -> probes.Run:
             label = f"measuring {probe.name} {probe.size}"
             collective = engine.collective(probe.schedule, 1, label)
             tag, addresses = engine.book.tag(label), collective.addresses(output=output.data_ptr())
@@ -94,57 +94,8 @@ def _on_cpu(
 
             return run
 
-        runs = [prepared(p) for p in every]
-        return topology, _timed(exchange, every, runs, budget_s, _Progress(ranks.rank()))
+        yield probes.Prepared(topology, every, [prepared(p) for p in every])
     finally:
-        engine.close()
-
-
-def _on_gpu(
-    exchange: Exchange, ranks: dist.ProcessGroup, config: TideConfig, budget_s: float
-) -> tuple[Topology, dict[tuple[str, int], float]]:
-    from tide_strategies.runtime.cuda.engine import CudaEngine
-    from tide_strategies.runtime.cuda.sum_kernels import sum_kernels
-
-    index, topology = torch.cuda.current_device(), Topology(1, ranks.size())
-    every = probes.probes(topology, ranks.rank(), one_thread=False)
-    large = probes.bulk_bytes(topology, one_thread=False)
-    memory = probes.memory(every)
-    engine = CudaEngine(exchange, ranks.rank(), topology, index, slots=1, memory=memory, timeout_s=config.timeout_s)
-    try:
-        source = torch.zeros(large, dtype=torch.uint8, device="cuda")
-        output = torch.zeros(2 * large, dtype=torch.uint8, device="cuda")
-        stream = torch.cuda.Stream()
-        kernel = sum_kernels(index).sum(topology.ranks - 1, 1, Item.BF16, Item.F32, True)
-
-        def prepared(probe: probes.Probe) -> Run:
-            label = f"measuring {probe.name} {probe.size}"
-            collective = engine.collective(probe.schedule, 1, label)
-            if probe.name == "sum":
-                collective.program.set_sum_kernel(
-                    kernel.function,
-                    kernel.threads,
-                    kernel.shared_bytes,
-                    _SUM_CTAS,
-                    kernel.pointers,
-                    kernel.tile,
-                    kernel.extra_null_pointers,
-                    device=index,
-                )
-            tag, addresses = engine.book.tag(label), collective.addresses(output=output.data_ptr())
-
-            def run() -> None:
-                call = collective.begin([source.data_ptr()], addresses, tag)
-                collective.enqueue(call, "main", stream.cuda_stream)
-                torch.cuda.synchronize()
-
-            return run
-
-        torch.cuda.synchronize()
-        runs = [prepared(p) for p in every]
-        return topology, _timed(exchange, every, runs, budget_s, _Progress(ranks.rank()))
-    finally:
-        torch.cuda.synchronize()
         engine.close()
 
 
@@ -154,8 +105,8 @@ class _Progress:
     def __init__(self, rank: int) -> None:
         self._shown = rank == 0 and sys.stderr.isatty()
 
-    def show(self, probe: probes.Probe, number: int, of: int) -> None:
-        self._write(f"TIDE measures this machine: {number}/{of} {probe.name:<10}")
+    def say(self, what: str) -> None:
+        self._write(f"TIDE measures this machine: {what:<30}")
 
     def end(self) -> None:
         self._write(" " * 60 + "\r")
@@ -167,27 +118,31 @@ class _Progress:
 
 
 def _timed(
-    exchange: Exchange, every: Sequence[probes.Probe], runs: Sequence[Run], budget_s: float, progress: _Progress
-) -> dict[tuple[str, int], float]:
-    """Seconds of each probe: the fastest round's, in which the slowest rank counts. Once at least, whatever the budget.
+    exchange: Exchange,
+    every: Sequence[probes.Probe],
+    runs: Sequence[probes.Run],
+    until: float,
+    progress: _Progress,
+) -> tuple[dict[tuple[str, int], float], int]:
+    """Seconds of each probe (the fastest round's, in which the slowest rank counts), and how many rounds there were.
 
-    The fastest, since whatever else a machine does only ever adds to a time.
+    The fastest, since whatever else a machine does only ever adds to a time. No round begins after ``until``, on the
+    first rank's clock, but for the second one.
     """
-    begin = time.perf_counter()
     best: list[float] = []
+    number = 0
     for number in range(_ROUNDS):
         own = []
         for at, (probe, run) in enumerate(zip(every, runs, strict=True)):
-            progress.show(probe, number * len(runs) + at + 1, _ROUNDS * len(runs))
+            progress.say(f"{number * len(runs) + at + 1}/{_ROUNDS * len(runs)} {probe.name}")
             exchange(b"")  # all ranks begin together
             start = time.perf_counter()
             run()
             own.append(time.perf_counter() - start)
-        stated = exchange_json(exchange, [own, time.perf_counter() - begin])
+        stated = exchange_json(exchange, [own, time.perf_counter() >= until])
         slowest = [max(times) for times in zip(*(s[0] for s in stated), strict=True)]
         if number:
             best = [min(pair) for pair in zip(best, slowest, strict=True)] if best else slowest
-            if stated[0][1] > budget_s:
+            if stated[0][1]:
                 break
-    progress.end()
-    return {(p.name, p.size): t for p, t in zip(every, best, strict=True)}
+    return {(p.name, p.size): t for p, t in zip(every, best, strict=True)}, number + 1

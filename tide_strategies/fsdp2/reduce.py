@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
 from tide_strategies.detect import Verdict, fallback
+from tide_strategies.fsdp2.capture import refuse_capture
 from tide_strategies.fsdp2.eligibility import REDUCIBLE
 from tide_strategies.fsdp2.path import Path
 
@@ -55,6 +56,7 @@ def dispatch(*args: Any, **kwargs: Any) -> Any:
     group = params[0]._tide_group
     if group.path is None:
         return _stock(group.reduce_scatters, args, kwargs)
+    refuse_capture(gradients[0].device, params[0]._param_fqn)
     reduce_dtype = arguments["reduce_dtype"]
     direct = list(gradients)
     if group.accumulated and reduce_dtype is not None:

@@ -74,7 +74,7 @@ def preset(name: str, *, itemsize: int = 2, master_itemsize: int = 4, wrap: Wrap
     if make is None:
         close = difflib.get_close_matches(name.lower(), PRESETS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise TideConfigError(f"no preset {name!r}{hint} Presets: {', '.join(PRESETS)}.")
+        raise TideConfigError(f"no preset and no file {name!r}{hint or '.'} Presets: {', '.join(PRESETS)}.")
     return make(itemsize, master_itemsize, wrap)
 
 

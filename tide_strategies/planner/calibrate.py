@@ -21,7 +21,7 @@ from typing import Any
 from tide_strategies.layout import GroupLayout
 from tide_strategies.planner.rates import Rates
 
-FORMAT = 2
+FORMAT = 3
 #: A larger file is none of ours.
 _MAX_BYTES = 1 << 20
 #: No collective takes longer than this; what says so is not believed.

@@ -13,8 +13,12 @@ from tide_strategies.topology import Topology
 
 #: Nodes, and ranks of one node: the largest NVLink domain sold has 72.
 MOST_NODES, MOST_LOCAL = 512, 72
+#: Ranks of a job at most.
+MOST_RANKS = MOST_NODES * MOST_LOCAL
 #: Copies that one rank's schedules of a group have.
 MOST_COPIES = 1 << 17
+#: Ranks whose schedules across nodes are built to count an arena; beyond, it is the closed form.
+MOST_COUNTED = 4096
 #: Copies of all ranks that are replayed, on a node, and across nodes, where a chunk's go out as one batch. Of
 #: more, a part is or nothing (``planner/predict.py``).
 MOST_REPLAYED_COPIES, MOST_REPLAYED_ACROSS = 1 << 14, 1 << 17

@@ -1,7 +1,7 @@
 """Forecasts of memory: the arena by part, to the byte, and what a step holds beside stock FSDP2.
 
-:func:`arena_on_cpu` and :func:`arena_on_gpu` say what this version's runtime allocates on one node; tests compare them
-with what ``report()`` finds. :func:`arena_across_nodes` is the paper's closed form (section 5.4). :func:`step` adds
+:func:`arena_on_cpu` and :func:`arena_on_gpu` say what this version's runtime allocates; tests compare them with what
+``report()`` finds. :func:`arena_across_nodes` is the paper's closed form (section 5.4). :func:`step` adds
 what lives outside the arena and what the two stock paths hold.
 """
 
@@ -79,11 +79,11 @@ def arena_on_gpu(
     ring: Ring = Ring(),
     granule: int = GPU_GRANULE,
 ) -> dict[str, int]:
-    """Bytes of device memory by part on each of ``ranks`` GPUs of one host.
+    """Bytes of device memory by part on each of ``ranks`` GPUs, of one node or several.
 
     Args:
         groups: as of :func:`arena_on_cpu`.
-        ranks: GPUs.
+        ranks: GPUs of the process group.
         counters: as of :func:`arena_on_cpu`.
         reserved: what schedules need on every rank (``runtime.cuda.group.needed_device_memory``).
         ring: options of the ring.

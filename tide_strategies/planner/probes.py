@@ -7,12 +7,13 @@ memory, a link, a rail) is shared as it is in training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tide_strategies.collectives import signals
 from tide_strategies.collectives.reduce_scatter import BANKS, CONSUMED, pushed
 from tide_strategies.collectives.schedule import (
+    NODE,
     Await,
     Copy,
     Counter,
@@ -47,8 +48,9 @@ class Probe:
     """One thing to measure.
 
     Args:
-        name: what, with a size: "push", "sum", "land", "rail" (bytes), "chunk" (bytes of a chunk), "wait", "round",
-            "operation", "call" (repeats).
+        name: what, with a size: "push", "sum", "land", "fabric", "rail" (bytes), "chunk" (bytes of a chunk), "wait",
+            "passed", "round", "operation", "call" (repeats). "fabric" is "land", to be run with more thread blocks than
+            it needs; "passed" are waits that are over.
         size: see ``name``.
         schedule: one rank's part.
     """
@@ -56,6 +58,25 @@ class Probe:
     name: str
     size: int
     schedule: Schedule
+
+
+#: Runs a probe once and returns when this rank's part is done.
+Run = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Probes ready to run.
+
+    Args:
+        topology: of the ranks.
+        every: what is probed.
+        runs: of each of them.
+    """
+
+    topology: Topology
+    every: list[Probe]
+    runs: list[Run]
 
 
 #: Seconds of each probe, of the slowest rank.
@@ -73,25 +94,29 @@ def bulk_bytes(topology: Topology, *, one_thread: bool) -> int:
     return 1 << max(min(room, most).bit_length() - 1, 16)
 
 
-def probes(topology: Topology, rank: int, *, one_thread: bool) -> list[Probe]:
+def probes(topology: Topology, rank: int, *, one_thread: bool, multicast: bool = False) -> list[Probe]:
     """What ``rank`` runs, in an order that all ranks share; each has one stream, ``main``.
 
     INPUT 0 and OUTPUT 0 are as of :func:`bulk_bytes`; other memory is in the schedules. On several nodes the rails are
-    measured as well. With ``one_thread`` (CPU ranks) chunk sizes are tried.
+    measured as well. With ``one_thread`` (CPU ranks) chunk sizes are tried. With ``multicast`` the switch adds up what
+    lands.
     """
     large = bulk_bytes(topology, one_thread=one_thread)
-    build = _Builder(topology, rank, large)
+    build = _Builder(topology, rank, large, multicast)
     out = [
         Probe("call", 1, build.schedule([])),
         Probe("operation", REPEATS, build.schedule(build.tiny())),
         Probe("wait", REPEATS, build.waits()),
     ]
+    if not one_thread:
+        out.append(Probe("passed", REPEATS, build.passed()))
     for nbytes in (large // 4, large):
-        out.append(Probe("push", nbytes, build.schedule(build.push(nbytes), nbytes)))
-        out.append(Probe("sum", nbytes, build.schedule(build.sums(nbytes), nbytes)))
+        out.append(Probe("push", nbytes, build.schedule(build.push(nbytes), staged=nbytes)))
+        out.append(Probe("sum", nbytes, build.schedule(build.sums(nbytes), staged=nbytes)))
     if topology.nodes > 1:
         for nbytes in (large // 4, large):
-            out.append(Probe("land", nbytes, build.schedule(build.lands(nbytes), nbytes)))
+            lands = build.schedule(build.lands(nbytes), sent=nbytes)
+            out += [Probe(name, nbytes, lands) for name in (("land",) if one_thread else ("land", "fabric"))]
             out.append(Probe("rail", nbytes, build.rail(nbytes)))
         out.append(Probe("round", REPEATS // 4, build.rounds(REPEATS // 4)))
     if one_thread and topology.local_ranks > 1:
@@ -109,27 +134,33 @@ def memory(every: Sequence[Probe]) -> dict[tuple[Space, int], int]:
 
 
 class _Builder:
-    def __init__(self, topology: Topology, rank: int, large: int) -> None:
-        self.topology, self.rank, self.large = topology, rank, large
+    def __init__(self, topology: Topology, rank: int, large: int, multicast: bool) -> None:
+        self.topology, self.rank, self.large, self.multicast = topology, rank, large, multicast
         self.node = topology.node_ranks(rank)
         self.peers = [r for r in self.node if r != rank]
         self.own = pushed(topology.local_of(rank))
 
     def schedule(
-        self, ops: Sequence[Op], nbytes: int = 0, advance: Mapping[tuple[Counter, int], int] | None = None
+        self,
+        ops: Sequence[Op],
+        advance: Mapping[tuple[Counter, int], int] | None = None,
+        *,
+        staged: int = 0,
+        sent: int = 0,
     ) -> Schedule:
-        """One stream ``main``, with staging of ``nbytes`` from every rank of the node, and as much of an inbox."""
+        """One stream ``main``, with room to stage so much from every other rank of the node, and to send and receive.
+
+        Partials are sent from the outbox into the inbox, as reductions do: rails reach no other memory.
+        """
         rows = max(len(self.peers), 1)
-        memory = {(Space.STAGING, 0): rows * nbytes} if nbytes else {}
-        if nbytes and self.topology.nodes > 1:
-            memory[Space.INBOX, 0] = self._landed * nbytes
+        memory = {(Space.STAGING, 0): rows * staged, (Space.OUTBOX, 0): sent, (Space.INBOX, 0): sent}
         return Schedule(
             name="probe",
             rank=self.rank,
             ranks=self.topology.ranks,
             streams={"main": tuple(ops)},
             advance=dict(advance or {}),
-            memory=memory,
+            memory={key: n for key, n in memory.items() if n},
         )
 
     @property
@@ -160,23 +191,36 @@ class _Builder:
 
     def lands(self, nbytes: int) -> list[Op]:
         """As many fp32 partials as a wave has, one from each inbox of the node."""
-        sources = tuple(Ref(Space.INBOX, 0, 0, self.node[i]) for i in range(self._landed))
+        holders = [NODE] if self.multicast else self.node[: self._landed]
+        sources = tuple(Ref(Space.INBOX, 0, 0, at) for at in holders)
         return [Land(Ref(Space.OUTPUT), sources, nbytes // 4, Item.F32)]
 
     def waits(self) -> Schedule:
         """All ranks of a node step by step: each waits for the next one's step (for its own, if alone)."""
-        after = self.node[(self.topology.local_of(self.rank) + 1) % len(self.node)]
         ops: list[Op] = []
         for step in range(REPEATS):
-            ops += [Notify(CONSUMED), Await(CONSUMED, after, step + 1)]
-        return self.schedule(ops, 0, {(CONSUMED, after): REPEATS})
+            ops += [self._told(), Await(CONSUMED, self._next_rank(), step + 1)]
+        return self.schedule(ops, {(CONSUMED, self._next_rank()): REPEATS})
+
+    def passed(self) -> Schedule:
+        """Copies, each after a wait for the same step of the next rank: but for the first, it is over."""
+        ops: list[Op] = [self._told()]
+        for copy in self.tiny():
+            ops += [Await(CONSUMED, self._next_rank(), 1), copy]
+        return self.schedule(ops, {(CONSUMED, self._next_rank()): 1})
+
+    def _next_rank(self) -> int:
+        return self.node[(self.topology.local_of(self.rank) + 1) % len(self.node)]
+
+    def _told(self) -> Notify:
+        return Notify(CONSUMED, NODE if self.peers else self.rank)  # a device hears of its own cell by name alone
 
     def rail(self, nbytes: int) -> Schedule:
         """``nbytes`` to the next node and from the node before."""
         to, source = self._rail_peers()
         own, theirs = self._arrived()
-        put = Put(Ref(Space.STAGING), Ref(Space.INBOX, 0, 0, to), nbytes, theirs)
-        return self.schedule([put, Await(own, source, 1)], nbytes, {(own, source): 1})
+        put = Put(Ref(Space.OUTBOX), Ref(Space.INBOX, 0, 0, to), nbytes, theirs)
+        return self.schedule([put, Await(own, source, 1)], {(own, source): 1}, sent=nbytes)
 
     def rounds(self, repeats: int) -> Schedule:
         """Network rounds that move next to nothing: a credit, a put, an arrival."""
@@ -187,8 +231,8 @@ class _Builder:
         for step in range(repeats):
             # The credit goes to the sender, whose cell for it is named by this rank's own node.
             ops += [Notify(credit_own, source), Await(credit_theirs, to, step + 1)]
-            ops += [Put(Ref(Space.STAGING), Ref(Space.INBOX, 0, 0, to), _TINY, theirs), Await(own, source, step + 1)]
-        return self.schedule(ops, _TINY, {(credit_theirs, to): repeats, (own, source): repeats})
+            ops += [Put(Ref(Space.OUTBOX), Ref(Space.INBOX, 0, 0, to), _TINY, theirs), Await(own, source, step + 1)]
+        return self.schedule(ops, {(credit_theirs, to): repeats, (own, source): repeats}, sent=_TINY)
 
     def _node(self, rank: int) -> int:
         return self.topology.node_of(rank)
@@ -208,7 +252,7 @@ class _Builder:
         steps = self.large // nbytes
         ops = list(self._chunked(nbytes, steps))
         advance = {(CONSUMED, r): steps for r in self.peers} | {(self.own, r): steps for r in self.peers}
-        return self.schedule(ops, BANKS * nbytes, advance)
+        return self.schedule(ops, advance, staged=BANKS * nbytes)
 
     def _chunked(self, nbytes: int, steps: int) -> Iterator[Op]:
         def push(c: int) -> Iterator[Op]:
@@ -234,7 +278,16 @@ def _copy(src: Ref, dst: Ref, nbytes: int) -> Copy:
     return Copy(src, dst, nbytes // 2, Item.BF16, Item.BF16)
 
 
-def rates_of(seconds: Seconds, topology: Topology, base: Rates, name: str, *, one_thread: bool, ctas: int = 1) -> Rates:
+def rates_of(
+    seconds: Seconds,
+    topology: Topology,
+    base: Rates,
+    name: str,
+    *,
+    one_thread: bool,
+    ctas: int = 1,
+    landing_ctas: int = 1,
+) -> Rates:
     """The rates that probes took these times at; what they do not tell is ``base``'s.
 
     Args:
@@ -244,6 +297,7 @@ def rates_of(seconds: Seconds, topology: Topology, base: Rates, name: str, *, on
         name: of the result, for people.
         one_thread: as of :func:`probes`. On GPUs a call's own time, that of enqueueing a collective, is not probed.
         ctas: thread blocks of the sum that was timed.
+        landing_ctas: thread blocks of the probe "land".
 
     Raises:
         ValueError: times of a probe are missing.
@@ -267,20 +321,32 @@ def rates_of(seconds: Seconds, topology: Topology, base: Rates, name: str, *, on
         start_s=max(took - fixed_s, 0.0) / tiny,
         signal_s=max(waited - fixed_s, 0.0) / waits,
     )
+    if _sizes(seconds, "passed"):
+        times, took = _only(seconds, "passed")
+        # A copy after a wait is no batch with the one before: what it takes to start is the wait's.
+        found = replace(found, wait_s=max((took - fixed_s) / times - found.start_s, 0.0))
     if one_thread:  # what all ranks of a node moved at once, read and written
         found = replace(found, memory=max(base.memory, 2 * topology.local_ranks * push, summed))
     if _sizes(seconds, "rail"):
-        found = _with_rails(seconds, found)
+        found = _with_rails(seconds, found, fixed_s, landing_ctas)
     chunks = dict(_sizes(seconds, "chunk"))
     return replace(found, chunk_cap=_best_chunk(chunks)) if chunks else found
 
 
-def _with_rails(seconds: Seconds, found: Rates) -> Rates:
-    rail, land = _rate(seconds, "rail"), _rate(seconds, "land")
+def _with_rails(seconds: Seconds, found: Rates, fixed_s: float, landing_ctas: int) -> Rates:
+    """What nodes add. ``fixed_s``: of a call."""
+    land = _rate(seconds, "land")
+    cap = max(land, _rate(seconds, "fabric")) if _sizes(seconds, "fabric") else land
     rounds, took = _only(seconds, "round")
     # A round is two ways over the rail: the credit's, then the put's.
+    wait_s = max(took - fixed_s, 0.0) / rounds
     return replace(
-        found, rail=rail, land_per_cta=land, land_cap=land, round_wait_s=took / rounds, rail_signal_s=took / rounds / 2
+        found,
+        rail=_rate(seconds, "rail"),
+        land_per_cta=land / landing_ctas,
+        land_cap=cap,
+        round_wait_s=wait_s,
+        rail_signal_s=wait_s / 2,
     )
 
 

@@ -38,10 +38,11 @@ class Rates:
         output bytes/s that the landing fabric allows (paper: BW_cap). rail: bytes/s of one rank's rail, each direction
         (paper: BW_NIC). call_s: seconds from the call of a collective to its first operation. start_s: seconds that a
         batch of copies, or a kernel, takes beside moving its bytes. signal_s: seconds from a notify to the end of the
-        wait for it, within a node. rail_signal_s: the same across nodes, one way. round_wait_s: calibrated wait of one
-        network round (paper: t_rnd); the solver's, see ``planner/sizing.py``. chunk_s: seconds of the host for one more
-        chunk of a reduce-scatter. chunk_cap: bytes of a contribution from which on a larger chunk gains nothing: on
-        CPUs what is still in a cache when its owner reads it, on GPUs a bound on staging.
+        wait for it, within a node. wait_s: seconds that a stream stops at a wait which is over already. rail_signal_s:
+        as signal_s across nodes, one way. round_wait_s: calibrated wait of one network round (paper: t_rnd); the
+        solver's, see ``planner/sizing.py``. chunk_s: seconds of the host for one more chunk of a reduce-scatter.
+        chunk_cap: bytes of a contribution from which on a larger chunk gains nothing: on CPUs what is still in a cache
+        when its owner reads it, on GPUs a bound on staging.
 
     Raises:
         TideConfigError: a rate is not from 1 to 1e18 bytes/s, a time not from 0 to 1e4 s, ``pull_tax`` not from 1 to
@@ -62,6 +63,7 @@ class Rates:
     call_s: float
     start_s: float
     signal_s: float
+    wait_s: float
     rail_signal_s: float
     round_wait_s: float
     chunk_s: float
@@ -114,7 +116,8 @@ def bounds(name: str) -> tuple[float, float, str]:
 #: 0.04 ms that Table 7's one-node rows (0.38 and 1.40 ms for 32 and 128 MiB) take beyond their bytes. ``signal_s`` and
 #: ``start_s`` are near those of two H200. ``push`` is fitted to Table 8's one-node rows (0.41 and 1.29 ms), close to
 #: one H200 copy engine's. ``memory`` and ``local`` are the data sheet's HBM rate of such a GPU and half of it.
-#: ``chunk_cap`` is what Table 8's buffers on one node imply, ``chunk_s`` that of two H200.
+#: ``chunk_cap`` is what Table 8's buffers on one node imply, ``chunk_s`` that of two H200. Waits that are over are in
+#: ``call_s``.
 PAPER = Rates(
     name="paper",
     push=400 * GB,
@@ -130,6 +133,7 @@ PAPER = Rates(
     call_s=25e-6,
     start_s=2.6e-6,
     signal_s=4.8e-6,
+    wait_s=0.0,
     rail_signal_s=60e-6,
     round_wait_s=1.3e-3,
     chunk_s=20e-6,
@@ -138,9 +142,9 @@ PAPER = Rates(
 
 #: Two H200 of one host, NVLink, no multicast (docs/benchmarks.md): copy-engine push 393 GB/s in both directions at
 #: once, local copy 4.2 TB/s read plus write, 6.5 us for a stream memory write and the wait for it by the other GPU,
-#: 2.4 us for the smallest copy, 58 GB/s per thread block of the sum of two contributions. ``call_s`` is what an
-#: all-gather that follows another takes beside all that, ``chunk_s`` the host's time for the four calls of one more
-#: chunk. There is no rail: the numbers of one are those of ``PAPER``.
+#: 3.3 us for a wait that is over, 2.4 us for the smallest copy, 58 GB/s per thread block of the sum of two
+#: contributions. ``call_s`` is what an all-gather that follows another takes beside all that, ``chunk_s`` the host's
+#: time for the four calls of one more chunk. There is no rail: the numbers of one are those of ``PAPER``.
 H200_PAIR = Rates(
     name="two H200",
     push=393 * GB,
@@ -153,9 +157,10 @@ H200_PAIR = Rates(
     land_per_cta=PAPER.land_per_cta,
     land_cap=PAPER.land_cap,
     rail=PAPER.rail,
-    call_s=14e-6,
+    call_s=10.7e-6,
     start_s=2.4e-6,
     signal_s=6.5e-6,
+    wait_s=3.3e-6,
     rail_signal_s=PAPER.rail_signal_s,
     round_wait_s=PAPER.round_wait_s,
     chunk_s=20e-6,
@@ -179,6 +184,7 @@ CPU_PAIR = Rates(
     call_s=2e-6,
     start_s=0.2e-6,
     signal_s=3e-6,
+    wait_s=0.0,
     rail_signal_s=100e-6,
     round_wait_s=1e-3,
     chunk_s=3e-6,

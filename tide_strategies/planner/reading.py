@@ -1,4 +1,4 @@
-"""Read a JSON file that somebody names on a command line: a regular file of bounded size, as data."""
+"""Read a file that somebody names on a command line: a regular one of bounded size, as data."""
 
 from __future__ import annotations
 
@@ -14,22 +14,30 @@ from tide_strategies.errors import TideConfigError
 MOST_BYTES = 16 << 20
 
 
-def read_json(file: Path, what: str) -> Any:
+def read_bytes(file: Path, most: int) -> bytes:
+    """What is in ``file``.
+
+    Raises:
+        OSError: it cannot be read.
+        TideConfigError: it is no regular file, or has more than ``most`` bytes.
+    """
+    # A pipe in the place of a file must not hold anybody up.
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+        found = os.fstat(opened.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_size > most:
+            raise TideConfigError(f"no regular file, or one of more than {most} bytes")
+        return opened.read(most)
+
+
+def read_json(file: Path, what: str, most: int = MOST_BYTES) -> Any:
     """The value in ``file``, which is to be ``what``, in words.
 
     Raises:
-        TideConfigError: it cannot be read, is no regular file, has more than :data:`MOST_BYTES`, or is not JSON.
+        TideConfigError: it cannot be read, is no regular file, has more than ``most`` bytes, or is not JSON.
     """
     try:
-        # A pipe in the place of a file must not hold anybody up.
-        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
-            found = os.fstat(opened.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
-                raise TideConfigError(
-                    f"cannot read {what} from {file}: no regular file, or one of more than {MOST_BYTES} bytes"
-                )
-            return json.loads(opened.read(MOST_BYTES))
-    except TideConfigError:
-        raise
+        return json.loads(read_bytes(file, most))
+    except TideConfigError as e:
+        raise TideConfigError(f"cannot read {what} from {file}: {e}") from None
     except (OSError, ValueError, RecursionError) as e:
         raise TideConfigError(f"cannot read {what} from {file}: {type(e).__name__}: {e}") from None

@@ -180,9 +180,12 @@ class _Replay:
             if call.totals is None:
                 self._begin(rank, call)
                 yield self._timer(self.rates.call_s)
+            checked = False  # whether the signals that are given to the stream together have a wait so far
             for kind, ops in _batches(call.schedule.streams[stream]):
+                over_s = 0.0 if checked else self.rates.wait_s
+                checked = kind is Await or (kind is Notify and checked)
                 if kind is Await or kind is WaitEvent:
-                    yield self._wait(number, rank, call, stream, ops[0])
+                    yield self._wait(number, rank, call, stream, ops[0], over_s)
                 elif kind is Record:
                     self._record(call, ops[0])
                 elif kind is Notify:
@@ -207,7 +210,8 @@ class _Replay:
     def _late(self) -> float:
         return self.random.uniform(0.0, self.delay_s) if self.delay_s else 0.0
 
-    def _wait(self, number: int, rank: int, call: Call, stream: str, op: Op) -> Step:
+    def _wait(self, number: int, rank: int, call: Call, stream: str, op: Op, over_s: float) -> Step:
+        """``over_s``: what it takes if what it waits for has come."""
         start = self.simulation.now
 
         def step(done: Action) -> bool:
@@ -230,7 +234,9 @@ class _Replay:
                 what = f"{counter} of rank {op.writer} at {target}"
                 key = (counter, op.writer, rank)
                 if self.cells.get(key, 0) >= target:
-                    return True
+                    if over_s:
+                        self.simulation.after(over_s, done)
+                    return not over_s
                 self.waiting.setdefault(key, []).append((target, pass_on))
             self.blocked[number] = f"rank {rank}, stream {stream!r} of {call.schedule.name}, awaits {what}"
             return False

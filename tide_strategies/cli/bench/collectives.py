@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tide_strategies.cli.bench.options import positive, rank_counts, sizes
+from tide_strategies.cli.arguments import positive
+from tide_strategies.cli.bench.options import rank_counts, sizes
 from tide_strategies.cli.bench.ranks import Job, Place, Row
 from tide_strategies.cli.bench.rows import Column, grouped_bars, ratio
 

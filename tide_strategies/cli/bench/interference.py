@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tide_strategies.cli.bench.options import numbers, positive, rank_counts
+from tide_strategies.cli.arguments import positive
+from tide_strategies.cli.bench.options import numbers, rank_counts
 from tide_strategies.cli.bench.ranks import Job, Place, Row
 from tide_strategies.cli.bench.rows import Column, grouped_bars
 

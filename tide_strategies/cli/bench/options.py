@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import argparse
 
-
-def positive(text: str) -> int:
-    """A whole number from 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
-    return value
+from tide_strategies.cli.arguments import positive
 
 
 def numbers(text: str) -> list[int]:
     """Whole numbers from 1, comma separated."""
     return [positive(t) for t in text.split(",")]
+
+
+def model_sizes(text: str) -> list[tuple[int, int]]:
+    """Widths and depths such as ``4096x16``, comma separated."""
+    out = []
+    for size in text.split(","):
+        width, by, depth = size.partition("x")
+        if not by:
+            raise argparse.ArgumentTypeError(f"sizes are WIDTHxDEPTH, such as 4096x16; got {size!r}")
+        out.append((positive(width), positive(depth)))
+    return out
 
 
 def rank_counts(text: str) -> list[int]:

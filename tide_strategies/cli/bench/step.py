@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tide_strategies.cli.bench.options import numbers, positive, rank_counts
+from tide_strategies.cli.arguments import positive
+from tide_strategies.cli.bench.options import model_sizes, numbers, rank_counts
 from tide_strategies.cli.bench.ranks import Job, Place, Row
 from tide_strategies.cli.bench.rows import Column, grouped_bars, ratio
 
@@ -68,8 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence", type=positive, default=4096, help="longest sequence (default: 4096)")
     parser.add_argument(
         "--sweep",
-        action="store_true",
-        help=f"plan auto too, and many sizes if none is stated; GPU: widths x depths {_sweep_words()}",
+        nargs="?",
+        type=model_sizes,
+        const=[],
+        metavar="SIZES",
+        help="plan auto too, over these widths and depths (8192x4,4096x16: one or a few, where all of them take too "
+        f"long), else over those of --widths and --depths, else on GPUs over {_sweep_words()}",
     )
     parser.add_argument("--optimizer", action="store_true", help="time the optimizer too")
     parser.add_argument("--steps", type=positive, default=12, help="timed steps per variant and row (default: 12)")
@@ -85,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _sweep_words() -> str:
-    return ", ".join(f"{width} x {depth}" for width, depth in _SWEEP["cuda"])
+    return ", ".join(f"{width}x{depth}" for width, depth in _SWEEP["cuda"])
 
 
 def columns(device: str) -> list[Column]:
@@ -96,14 +101,16 @@ def columns(device: str) -> list[Column]:
 
 
 def jobs(arguments: argparse.Namespace, device: str) -> list[Job]:
-    """One job per width and depth; it gives the rows of all variants and token counts."""
+    """One job per width and depth; it gives the rows of all variants and token counts.
+
+    Raises:
+        TideConfigError: an option is wrong, or says what another one says too.
+    """
     from tide_strategies.cli.bench.model import hidden_width
 
     default = _GPU if device == "cuda" else _CPU
-    pairs = [(w, d) for w in arguments.widths or default["widths"] for d in arguments.depths or default["depths"]]
-    stated = arguments.widths or arguments.depths
     options = tide_options(arguments.option)
-    variants = chosen_variants(arguments.variants, arguments.sweep)
+    variants = chosen_variants(arguments.variants, arguments.sweep is not None)
     return [
         Job(
             f"width {width}, depth {depth}",
@@ -121,8 +128,26 @@ def jobs(arguments: argparse.Namespace, device: str) -> list[Job]:
                 "trace": arguments.trace,
             },
         )
-        for width, depth in (_SWEEP[device] if arguments.sweep and not stated else pairs)
+        for width, depth in swept_sizes(arguments, device)
     ]
+
+
+def swept_sizes(arguments: argparse.Namespace, device: str) -> list[tuple[int, int]]:
+    """Widths and depths: those that are stated, or the default's, or those of a sweep.
+
+    Raises:
+        TideConfigError: they are stated twice.
+    """
+    from tide_strategies.errors import TideConfigError
+
+    default, stated = _GPU if device == "cuda" else _CPU, arguments.widths or arguments.depths
+    if arguments.sweep and stated:
+        raise TideConfigError("--sweep with sizes and --widths or --depths both say what to measure: state one of them")
+    if arguments.sweep:
+        return list(arguments.sweep)
+    if arguments.sweep is not None and not stated:
+        return _SWEEP[device]
+    return [(w, d) for w in arguments.widths or default["widths"] for d in arguments.depths or default["depths"]]
 
 
 def chosen_variants(text: str | None, sweep: bool) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 from tide_strategies._native import cuda
 from tide_strategies.collectives.reduce_scatter import BANKS
 from tide_strategies.collectives.schedule import NODE, SELF, Schedule, Space
+from tide_strategies.errors import TidePeerError, TideTimeoutError
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda.fit import counted
@@ -294,11 +295,18 @@ class RailedCollective(CudaCollective):
 
     def arrive(self, call: Any) -> None:
         """See :meth:`CudaCollective.arrive`."""
-        self._rail.arrive(call.arrivals)
+        self._arrive(call.arrivals)
+
+    def _arrive(self, arrivals: Sequence[Arrival]) -> None:
+        try:
+            self._rail.arrive(arrivals)
+        except (TidePeerError, TideTimeoutError) as e:
+            raise self._engine.watchdog.stop(e) from e
+        self._engine.watchdog.check()
 
     def enqueue_streams(self, call: Any, cuda_streams: Mapping[str, int]) -> None:
         """See :meth:`CudaCollective.enqueue_streams`."""
         refuse_default_streams(self._encoded.streams, cuda_streams)
         if "network" in cuda_streams:  # pushes, which the program's streams wait for, wait for the bank
-            self._rail.arrive(self._engine.next_reduction(call.arrivals))
+            self._arrive(self._engine.next_reduction(call.arrivals))
         enqueue(self._made, call, self._rail, self._engine.book.counter, cuda_streams, self._intake)

@@ -6,7 +6,7 @@ is occupy, open, send, complete, vacate, and round again; or occupy, reuse, comp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -120,6 +120,57 @@ class Kernels(Protocol):
 
     def land_multicast(self, output: Item, accumulate: bool) -> SumKernel:
         """The kernel that lets the NVSwitch add what all GPUs of the node hold."""
+
+
+def set_kernels(
+    engine: CudaEngine,
+    collective: CudaCollective,
+    kernels: Kernels,
+    pointers: int,
+    grad: Item,
+    aligned: Mapping[bool, bool],
+    ctas: tuple[int, int],
+) -> tuple[SumKernel, ...]:
+    """Choose the kernels of a collective's sums and landings; the caller keeps them, and with them their modules.
+
+    Args:
+        engine: the collective's.
+        collective: a reduction, or a part of one.
+        kernels: compiles them.
+        pointers: gradients that a sum reads.
+        grad: their element type.
+        aligned: whether sums (False) and landings (True) can move 16 bytes at a time.
+        ctas: thread blocks of a sum and of a landing.
+    """
+    places = sum(space in _PARTIALS for space, _, _ in collective.bases)
+    running = any(space is Space.RUNNING for space, _, _ in collective.bases)
+    found: list[SumKernel] = []
+    for number, (landing, sources, _, dst, accumulate) in enumerate(collective.program.sum_kinds):
+        # What has been added up beside a narrower output is no longer anywhere else.
+        if landing and engine.multicast and not (running and _ITEMS[dst] is not Item.F32):
+            kernel = kernels.land_multicast(_ITEMS[dst], accumulate)
+        elif landing:
+            kernel = kernels.land(sources, places, _ITEMS[dst], accumulate, aligned[True])
+        else:
+            kernel = kernels.sum(sources - 1, pointers, grad, _ITEMS[dst], aligned[False])
+        found.append(kernel)
+        _set_kernel(engine, collective, number, kernel, ctas[landing])
+    return tuple(found)
+
+
+def _set_kernel(engine: CudaEngine, collective: CudaCollective, kind: int, kernel: SumKernel, ctas: int) -> None:
+    """Let ``kernel`` make the collective's sums of that kind, with so many thread blocks."""
+    collective.program.set_sum_kernel(
+        kernel.function,
+        kernel.threads,
+        kernel.shared_bytes,
+        ctas,
+        kernel.pointers,
+        kernel.tile,
+        kernel.extra_null_pointers,
+        device=engine.device,
+        kind=kind,
+    )
 
 
 class CudaGroup(LandingGroup):
@@ -304,7 +355,7 @@ class CudaGroup(LandingGroup):
         kernels: list[SumKernel] = []
         for number, (_, _, src, dst, _) in enumerate(collective.program.sum_kinds):
             kernels.append(self._kernels.sum(0, len(params), _ITEMS[src], _ITEMS[dst], wide))
-            self._set_kernel(collective, number, kernels[-1], CAST_CTAS * self._ctas[False])
+            _set_kernel(self._engine, collective, number, kernels[-1], CAST_CTAS * self._ctas[False])
         return _Gather(collective, tuple(kernels))
 
     def _aligned(self, params: Iterable[int], addresses: Sequence[int]) -> bool:
@@ -343,35 +394,9 @@ class CudaGroup(LandingGroup):
         label = self._reduction_label(params, grad, output)
         collective = engine.collective(schedule, len(params), label, schedule_of)
         wide = {landing: aligned and sums_aligned(schedule, landing) for landing in (False, True)}
-        places = sum(space in _PARTIALS for space, _, _ in collective.bases)
-        running = any(space is Space.RUNNING for space, _, _ in collective.bases)
-        kernels: list[SumKernel] = []
-        for number, (landing, sources, _, dst, accumulate) in enumerate(collective.program.sum_kinds):
-            # What has been added up beside a narrower output is no longer anywhere else.
-            if landing and engine.multicast and not (running and _ITEMS[dst] is not Item.F32):
-                kernel = self._kernels.land_multicast(_ITEMS[dst], accumulate)
-            elif landing:
-                kernel = self._kernels.land(sources, places, _ITEMS[dst], accumulate, wide[True])
-            else:
-                kernel = self._kernels.sum(sources - 1, len(params), grad, _ITEMS[dst], wide[False])
-            kernels.append(kernel)
-            self._set_kernel(collective, number, kernel, self._ctas[landing])
+        kernels = set_kernels(engine, collective, self._kernels, len(params), grad, wide, self._ctas)
         sent = self._sent_bytes(params, grad, engine.rank)
-        return _Reduction(collective, engine.book.tag(label), sent, tuple(kernels))
-
-    def _set_kernel(self, collective: CudaCollective, kind: int, kernel: SumKernel, ctas: int) -> None:
-        """Let ``kernel`` make the collective's sums of that kind, with so many thread blocks."""
-        collective.program.set_sum_kernel(
-            kernel.function,
-            kernel.threads,
-            kernel.shared_bytes,
-            ctas,
-            kernel.pointers,
-            kernel.tile,
-            kernel.extra_null_pointers,
-            device=self._engine.device,
-            kind=kind,
-        )
+        return _Reduction(collective, engine.book.tag(label), sent, kernels)
 
 
 @dataclass(frozen=True)

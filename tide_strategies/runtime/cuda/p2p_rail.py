@@ -66,7 +66,6 @@ class CudaP2PRail:
         device: CUDA device ordinal.
         timeout_s: bound of every wait for a peer.
         book: of the engine's counters.
-        piece_bytes: of what is sent at a time, alike on all ranks; None: what fits 64 MiB for all peers.
     """
 
     fetches = True
@@ -80,7 +79,6 @@ class CudaP2PRail:
         device: int,
         timeout_s: float,
         book: CallBook,
-        piece_bytes: int | None = None,
     ) -> None:
         self.rank, self.timeout_s = rank, timeout_s
         self._group, self._exchange, self._device, self._book = group, exchange, device, book
@@ -93,9 +91,8 @@ class CudaP2PRail:
         self._taken: dict[tuple[int, int], int] = {}  # signals by (writer, counter)
         self._gone: dict[int, str] = {}
         self._fault: TidePeerError | None = None
-        if piece_bytes is None:
-            shared = _SENDING_BYTES // (len(_KINDS) * (topology.nodes - 1) * PIECES)
-            piece_bytes = min(max(shared >> 12 << 12, _LEAST), _MOST)
+        shared = _SENDING_BYTES // (len(_KINDS) * (topology.nodes - 1) * PIECES)  # the same on all ranks
+        piece_bytes = min(max(shared >> 12 << 12, _LEAST), _MOST)
         self._links: dict[int, Link] = {}
         self._out: dict[int, list[Outgoing]] = {}
         self._in: dict[int, list[Incoming]] = {}
@@ -113,11 +110,6 @@ class CudaP2PRail:
         close_at_exit(self)
         for thread in self._threads():
             thread.start()
-
-    @property
-    def host_bytes(self) -> int:
-        """Pinned memory for what is received."""
-        return sum(memory.bytes for memory, _ in self._memory.values())
 
     def register(self, space: Space, index: int, memory: cuda.Mapping) -> None:
         """Let memory of a schedule be put from and into. Collective; the same on all ranks, with equal sizes.
@@ -141,7 +133,7 @@ class CudaP2PRail:
 
     def put(
         self, peer: int, source: int, nbytes: int, space: Space, index: int, offset: int, counter: int, stream: int
-    ) -> None:
+    ) -> Arrival:
         """Send ``nbytes`` from address ``source`` to byte ``offset`` of the peer's (space, index), then notify.
 
         Raises:
@@ -153,14 +145,14 @@ class CudaP2PRail:
             raise ValueError(f"{space.value} {index} is not registered with the rail")
         kind = Kind.LONG_PUT if nbytes else Kind.NOTIFY
         message = Message(kind, counter, region=number, offset=offset, nbytes=nbytes)
-        self._sender(peer, counter).enqueue(message, source, stream)
+        return self._sender(peer, counter).enqueue(message, source, stream)
 
-    def notify(self, peer: int, counter: int, stream: int) -> None:
+    def notify(self, peer: int, counter: int, stream: int) -> Arrival:
         """Send one signal of ``counter`` to ``peer``, after what was sent to it before for collectives of this kind.
 
         Raises like :meth:`put`.
         """
-        self._sender(peer, counter).enqueue(Message(Kind.NOTIFY, counter), 0, stream)
+        return self._sender(peer, counter).enqueue(Message(Kind.NOTIFY, counter), 0, stream)
 
     def take(self, writer: int, counter: int, count: int, stream: int, parts: Sequence[Part] = ()) -> Arrival:
         """Let the stream go on when ``count`` signals have come beyond those before, and ``parts`` are in place."""
@@ -175,23 +167,25 @@ class CudaP2PRail:
         return Arrival(writer, counter, total)
 
     def arrive(self, arrivals: Sequence[Arrival]) -> None:
-        """Wait on the host until these have arrived, or this rank stops.
+        """Wait on the host until peers have what this rank sends and it has what they send, or it stops.
 
-        Threads of Python bring them. A call of torch's that holds the interpreter's lock while a stream's queue has no
-        room would keep them from it, and a stream that has to wait for them would never make room: so nothing is given
-        to the program's streams that has to. The device waits for the same at that time, if it has nothing else to do.
+        That is up to threads of Python. A call of torch's that holds the interpreter's lock while a stream's queue has
+        no room would keep them from it, and a stream that has to wait for them would never make room: so nothing is
+        given to the program's streams that has to, nor while a peer's has to. The device waits for the same then, if it
+        has nothing else to do.
 
         Raises:
-            TideTimeoutError: they have not, and nothing has stopped this rank for that.
+            TidePeerError: one of these peers is gone.
+            TideTimeoutError: they have not in time, and nothing has stopped this rank for that.
         """
-        deadline = time.monotonic() + self.timeout_s + 2 * _STARVED_S
+        begun = time.monotonic()
         for a in arrivals:
             while not self._control.delivered(a.counter, a.writer, a.total, _SLICE_S):
-                if time.monotonic() > deadline:
-                    raise TideTimeoutError(
-                        f"TIDE: no progress within timeout_s={self.timeout_s:g}: rank {self.rank} awaits counter "
-                        f"{self._book.counter_name(a.counter)} of rank {a.writer} on the rail. {_STOP}"
-                    )
+                waited, words = time.monotonic() - begun, self._words(a.counter, a.writer)
+                if a.writer in self._gone and waited > _SUSPICIOUS_S:
+                    raise TidePeerError(f"TIDE: rank {a.writer} {self._gone[a.writer]}: {words}. {_STOP}")
+                if waited > self.timeout_s + _STARVED_S:  # who watches the streams has the first word
+                    raise TideTimeoutError(f"TIDE: no progress within timeout_s={self.timeout_s:g}: {words}. {_STOP}")
 
     def check(self) -> None:
         """Raise if a peer has stopped or gone wrong, or a stream is held up here by one that is gone or too slow.
@@ -207,11 +201,11 @@ class CudaP2PRail:
         for wait in self._control.overdue(min(_SUSPICIOUS_S, self.timeout_s)):
             gone = self._gone.get(wait["writer"])
             if gone is not None:
-                raise TidePeerError(f"TIDE: rank {wait['writer']} {gone}: {self._words(wait)}. {_STOP}")
+                raise TidePeerError(f"TIDE: rank {wait['writer']} {gone}: {self._blocked(wait)}. {_STOP}")
         for wait in self._control.overdue(self.timeout_s):
             raise TideTimeoutError(
-                f"TIDE: no progress within timeout_s={self.timeout_s:g}: {self._words(wait)}. If that rank only needs "
-                f"longer (a slow data loader, a checkpoint), raise timeout_s. {_STOP}"
+                f"TIDE: no progress within timeout_s={self.timeout_s:g}: {self._blocked(wait)}. If that rank only "
+                f"needs longer (a slow data loader, a checkpoint), raise timeout_s. {_STOP}"
             )
         if self._control.released and not self._stopped:
             raise TideTimeoutError(
@@ -288,12 +282,12 @@ class CudaP2PRail:
             while not mark.is_set() and sender.is_alive() and time.monotonic() < deadline:
                 mark.wait(0.02)
 
-    def _words(self, wait: dict[str, Any]) -> str:
-        number, writer = wait["counter"], wait["writer"]
+    def _blocked(self, wait: dict[str, Any]) -> str:
+        words = self._words(wait["counter"], wait["writer"])
+        return f"{words}: expected {wait['expected']}, seen {wait['seen']}"
+
+    def _words(self, number: int, writer: int) -> str:
         if number >= self._book.counters:
             kind = _KINDS[number - self._book.counters]
             return f"rank {self.rank} has sent to rank {writer} for {kind} what that does not receive"
-        return (
-            f"rank {self.rank} awaits counter {self._book.counter_name(number)} of rank {writer} on the rail: expected "
-            f"{wait['expected']}, seen {wait['seen']}"
-        )
+        return f"rank {self.rank} awaits counter {self._book.counter_name(number)} of rank {writer} on the rail"

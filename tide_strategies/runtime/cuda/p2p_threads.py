@@ -21,6 +21,7 @@ import torch
 from tide_strategies._native import cuda
 from tide_strategies.collectives.schedule import Await, Counter, Schedule
 from tide_strategies.errors import TideTimeoutError
+from tide_strategies.runtime.cuda.rail import Arrival
 from tide_strategies.runtime.encode import encode
 from tide_strategies.runtime.rails.gloo import WHILE_CONNECTED, lost, tensor_at
 from tide_strategies.runtime.rails.message import Kind, Message, parse, payload
@@ -116,8 +117,10 @@ class Outgoing(_Thread):
         self._freed = 0
         link.control.deliver(room, link.peer, PIECES)
 
-    def enqueue(self, message: Message, source: int, stream: int) -> None:
+    def enqueue(self, message: Message, source: int, stream: int) -> Arrival:
         """Send a message with the bytes at ``source``, if it has some, when the stream comes to it.
+
+        The peer has all of it when what is returned has arrived.
 
         Raises:
             TideTimeoutError: thousands of messages before it have not been sent in time.
@@ -135,6 +138,7 @@ class Outgoing(_Thread):
             ticket, at = ticket + 1, at + n
             self._memory.mark(slot, ticket & _WORD, stream)
         self._tickets = ticket
+        return Arrival(self._link.peer, self._room, (PIECES + ticket) & _WORD)
 
     def flush(self) -> threading.Event:
         """An event that is set when everything enqueued so far is sent."""

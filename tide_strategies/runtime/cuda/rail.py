@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Signals of a counter that a peer sends: the ``total``-th, of all, and all before it."""
+    """What a rail is through with when the peer's cell of a counter, its own ones among them, has come to ``total``."""
 
     writer: int
     counter: int
@@ -60,24 +60,27 @@ class DeviceRail(Protocol):
 
     def put(
         self, peer: int, source: int, nbytes: int, space: Space, index: int, offset: int, counter: int, stream: int
-    ) -> None:
+    ) -> Arrival | None:
         """Send ``nbytes`` from address ``source`` to byte ``offset`` of the peer's (space, index), then notify.
 
-        The stream goes on when the source has been read.
+        The stream goes on when the source has been read. For what is returned, see :meth:`arrive`.
         """
 
-    def notify(self, peer: int, counter: int, stream: int) -> None:
+    def notify(self, peer: int, counter: int, stream: int) -> Arrival | None:
         """Send one signal of ``counter`` to ``peer``, after the puts before it that have the same counter."""
 
     def take(self, writer: int, counter: int, count: int, stream: int, parts: Sequence[Part] = ()) -> Arrival | None:
         """Let the stream go on when ``count`` signals have come beyond those that were taken before.
 
-        ``parts`` is what they bring, if the rail :attr:`fetches` it. What is returned, the host has to wait for
-        (:meth:`arrive`) before it gives a stream of the program's what needs it.
+        ``parts`` is what they bring, if the rail :attr:`fetches` it.
         """
 
     def arrive(self, arrivals: Sequence[Arrival]) -> None:
-        """Wait on the host until these have arrived, or this rank stops. Bounded in time."""
+        """Wait on the host until the rail is through with these, or this rank stops. Bounded in time.
+
+        They are what :meth:`put`, :meth:`notify` and :meth:`take` return, if a rail wants the host to wait before a
+        stream of the program's does for the streams that were given.
+        """
 
     def check(self) -> None:
         """Raise a TideError if a stream is held up for too long, or for good. Called now and then by the watchdog."""
@@ -277,17 +280,19 @@ def enqueue(
         if step.stream not in cuda_streams:
             continue
         stream = intake if step.on_intake else cuda_streams[step.stream]
+        arrival = None
         if isinstance(step.does, int):
             call.native.enqueue(step.does, stream)
         elif isinstance(step.does, Take):
             take = step.does
             arrival = rail.take(take.writer, number(take.counter), take.count, stream, take.parts)
-            if arrival is not None and not take.ahead:
-                call.arrivals.append(arrival)
+            arrival = None if take.ahead else arrival
         elif isinstance(step.does.op, Put):
             put = step.does.op
             source, dst = call.bases[step.does.base] + put.src.offset, put.dst
             where = (dst.space, dst.index, dst.offset)
-            rail.put(dst.at, source, put.nbytes, *where, number(put.signal), stream)
+            arrival = rail.put(dst.at, source, put.nbytes, *where, number(put.signal), stream)
         else:
-            rail.notify(step.does.op.to, number(step.does.op.counter), stream)
+            arrival = rail.notify(step.does.op.to, number(step.does.op.counter), stream)
+        if arrival is not None:
+            call.arrivals.append(arrival)
