@@ -129,6 +129,7 @@ class Caller:
         self.here.engine.watchdog._main = 0  # the error rises where a call begins, and nowhere else
         for each in self.here.groups:
             each.prepare(tuple(range(len(each.layout.params))), Item.BF16, Item.F32)
+            each.prepare_all_gather()
         self.group, self.layout = self.here.groups[GROUP], layouts(self.here.topology.ranks)[GROUP]
         self.used = []
         for space, index in self.here.engine._memory:
@@ -219,8 +220,8 @@ def _all(rank, exchange):
     for each in CASES:
         for held_s in HELD_S if each.held else HELD_S[:1]:
             with breaking(each):
-                caller = Caller(rank, exchange, each, held_s)
-            everyone = [b.decode() for b in exchange(caller.outcome().encode())]
+                mine = Caller(rank, exchange, each, held_s).outcome()
+            everyone = [b.decode() for b in exchange(mine.encode())]
             found[each.name] = everyone
             if set(everyone) != {"right"}:
                 break
@@ -249,7 +250,7 @@ def a_block_that_is_not_zeroed_shows():
     for each in (Case("no fault"), Case("dropped zeroing", "dropped zeroing", Zero)):
         with breaking(each):
             made = threads(6, lambda e, r, c=each: Caller(r, e, c, 0.0, (3, 2), multicast=True, plan=plan))
-        found = threads(6, lambda e, r, made=made: made[r].outcome())
+            found = threads(6, lambda e, r, made=made: made[r].outcome())
         assert ("wrong" in found) == (each.edit != ""), found
         assert set(found) <= {"right", "wrong"}, found
 

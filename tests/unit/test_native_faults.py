@@ -48,7 +48,7 @@ WORKLOADS = {
     "all-gather across nodes": (GATHER, "all-gather", 1),
     "reduce-scatter across nodes": (REDUCE, "reduce-scatter", 2),
     "all-gather of a lane": (LANES[0], "all-gather", 1),
-    "reduce-scatter of a lane": (replace(LANES[1], calls=4), "reduce-scatter", 14),
+    "reduce-scatter of a lane": (LANES[1], "reduce-scatter", 21),
     "all-gather before slot reuse": (TWO_LEVEL, "all-gather", 4),
     "two passes and slot reuse": (TWO_LEVEL, "reduce-scatter", 9),
 }

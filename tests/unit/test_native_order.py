@@ -117,7 +117,10 @@ def test_random_values_are_added_in_the_promised_order_whatever_the_knobs(reques
     other = [promised(layout, topology, rank, values[::-1], widths[0], output) for rank in range(n)]
     differ = sum(a.tobytes() != b.tobytes() for a, b in zip(want[widths[0]], other, strict=True))
     assert differ > n // 2, "the order must matter"
-    plans: list[tuple[BasePlan | None, int]] = list(knobs(shape, request.config.getoption("--all")))
+    everything = request.config.getoption("--all")
+    plans: list[tuple[BasePlan | None, int]] = list(knobs(shape, everything))
+    if not everything:  # each of the two element types has its half of them
+        plans = plans[grad is Item.F32 :: 2]
     if topology.lane:
         plans.append((None, 64))  # the lane's own collective
     for plan, chunk_bytes in plans:

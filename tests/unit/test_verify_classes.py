@@ -58,6 +58,7 @@ def sample(classes: dict[tuple[str, ...], BasePlan], nodes: int) -> list[BasePla
     return out
 
 
+@pytest.mark.timeout(900)
 def test_every_class_of_base_plans_runs_clean(request: pytest.FixtureRequest) -> None:
     """Of all 96 with ``--all``; otherwise of so many, on up to five nodes, that each two of their marks meet."""
     classes = smallest()
