@@ -1,4 +1,4 @@
-// Copies within one GPU's memory, launched as a CUDA graph. The driver takes three to seven microseconds of the host for
+// Copies within one GPU's memory, launched as a CUDA graph. The driver takes about three microseconds of the host for
 // each such copy, in a batch as well; a graph of many takes about one.
 #pragma once
 

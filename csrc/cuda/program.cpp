@@ -2,7 +2,6 @@
 #include "program.h"
 
 #include <algorithm>
-#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -12,13 +11,6 @@ namespace {
 
 [[noreturn]] void refuse(size_t op, const std::string& why) {
   throw std::invalid_argument("op " + std::to_string(op) + ": " + why);
-}
-
-// Whether a copy stays within this rank's memory and is large enough that the driver leaves it to copy engines in a graph
-// too: smaller ones (1.6 MiB, not 2.1, with CUDA 13.0) it makes kernels of.
-bool for_graph(const Op& op) {
-  constexpr int64_t kFromBytes = 2 << 20;
-  return op[11] != 0 && op[5] == 1 && op[6] * dtype_bytes(op[9]) >= kFromBytes;
 }
 
 // Opens a segment of `kind` unless the last one can go on; `at` is where the next item of the kind goes.
@@ -53,23 +45,10 @@ Program::Program(const tide::Program::Parts& parts, const std::vector<int64_t>& 
   for (size_t s = 0; s < table_.streams().size(); ++s) compile_stream(s, notifier);
 }
 
-// The stream's operations; of copies in a row, which have no order among themselves, those for a graph come first.
-std::vector<size_t> Program::order(const tide::Stream& range) const {
-  const auto is_copy = [&](size_t i) { return table_.ops()[i][0] == kCopy; };
-  std::vector<size_t> out(range.count);
-  std::iota(out.begin(), out.end(), range.first);
-  for (auto at = out.begin(); (at = std::find_if(at, out.end(), is_copy)) != out.end();) {
-    const auto end = std::find_if_not(at, out.end(), is_copy);
-    std::stable_partition(at, end, [&](size_t i) { return for_graph(table_.ops()[i]); });
-    at = end;
-  }
-  return out;
-}
-
 void Program::compile_stream(size_t stream, std::vector<int64_t>& notifier) {
   const tide::Stream range = table_.streams()[stream];
   std::vector<Segment> out;
-  for (const size_t i : order(range)) {
+  for (size_t i = range.first; i < range.first + range.count; ++i) {
     const Op& op = table_.ops()[i];
     switch (op[0]) {
       case kCopy:
@@ -109,7 +88,7 @@ void Program::add_copy(size_t index, std::vector<Segment>& out) {
   if (shape.rows > 1 && (shape.src_pitch < row_bytes || shape.dst_pitch < row_bytes))
     refuse(index, "pitches of " + std::to_string(shape.src_pitch) + " and " + std::to_string(shape.dst_pitch) +
                       " bytes; a copy on the device needs at least the row's " + std::to_string(row_bytes));
-  const bool own = for_graph(op);
+  const bool own = op[11] != 0 && shape.rows == 1;
   if (out.empty() || out.back().kind != Segment::kCopies || out.back().own != own) {
     out.push_back({Segment::kCopies, copies_.size(), 0, false, own});
     if (own) graphs_[copies_.size()] = std::make_unique<CopyGraphs>();

@@ -46,7 +46,7 @@ struct Segment {
   enum Kind { kCopies, kClear, kSignals, kSums } kind;
   size_t first, count;  // in the list of that kind
   bool waits = false;
-  bool own = false;  // large copies within this GPU's memory, of rows without pitches
+  bool own = false;  // copies within this GPU's memory, of rows without pitches
 };
 
 class Program {
@@ -80,7 +80,6 @@ class Program {
   void check_fits(const Control& control) const;
 
  private:
-  std::vector<size_t> order(const tide::Stream& range) const;
   void compile_stream(size_t stream, std::vector<int64_t>& notifier);
   void add_copy(size_t op, std::vector<Segment>& out);
   void add_sum(size_t op, std::vector<Segment>& out);

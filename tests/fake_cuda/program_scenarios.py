@@ -9,7 +9,6 @@ from stage import (
     BF16,
     COPY,
     FP32,
-    MIB,
     NOTIFY,
     OTHERS,
     RAW,
@@ -84,29 +83,28 @@ def copies_of_every_kind():
 
 
 @scenario
-def large_copies_within_the_own_memory_are_one_launch():
-    """Of a graph for addresses that come back, which is kept; small or strided ones, and one by itself, get none."""
-    src, large = memory(12 * MIB), 2 * MIB
+def copies_within_the_own_memory_are_one_launch():
+    """Of a graph for addresses that come back, which is kept; strided ones, and one by itself, get none."""
+    src, sizes = memory(), (1, 4096, 7, 100)
     data = np.random.default_rng(1).integers(0, 256, src.bytes, dtype=np.uint8)
     array(src, np.uint8)[:] = data
-    places = ((0, 100, 7), (100, 3 * MIB, large), (5 * MIB, 6 * MIB, large - 1), (9, 9 * MIB, large + 100))
-    ops = [[COPY, 0, at, 1, to, 1, n, 0, 0, RAW, RAW, 1] for at, to, n in places]
+    ops = [[COPY, 0, 5000 * i, 1, 6000 * i, 1, n, 0, 0, RAW, RAW, 1] for i, n in enumerate(sizes)]
     strided = [COPY, 0, 11, 1, 50_000, 13, 9, 50, 31, RAW, RAW, 1]
+    alone = program([ops[0], strided], n_bases=2)
     prog, control = program([*ops, strided], n_bases=2), lone_control()
-    assert prog.segments(0) == [("copies", 2), ("copies", 3)], "those for a graph come first"
-    targets = [memory(12 * MIB) for _ in range(10)]  # more than graphs are kept for
-    want = np.full(src.bytes, 0xEE, np.uint8)
-    for at, to, n in places:
-        want[to : to + n] = data[at : at + n]
-    for r in range(13):
-        want[50_000 + 31 * r : 50_009 + 31 * r] = data[11 + 50 * r : 20 + 50 * r]
+    assert prog.segments(0) == [("copies", 4), ("copies", 1)]
+    targets = [memory() for _ in range(10)]  # more than graphs are kept for
     for target in [*targets[:2] * 3, *targets, targets[0]]:
         array(target, np.uint8)[:] = 0xEE
         run(prog, control, [src.address, target.address])
-        assert np.array_equal(array(target, np.uint8), want)
+        got, want = array(target, np.uint8), np.full(src.bytes, 0xEE, np.uint8)
+        for i, n in enumerate(sizes):
+            want[6000 * i : 6000 * i + n] = data[5000 * i : 5000 * i + n]
+        for r in range(13):
+            want[50_000 + 31 * r : 50_009 + 31 * r] = data[11 + 50 * r : 20 + 50 * r]
+        assert np.array_equal(got, want)
     # Two targets in turns, three times, then ten: the two are not new, and the first was used longest ago at the end.
     assert (calls("cuGraphLaunch"), calls("cuGraphInstantiate"), calls("cuGraphExecDestroy")) == (6, 2, 2)
-    alone = program([ops[1], strided], n_bases=2)
     for _ in range(3):
         run(alone, control, [src.address, targets[0].address])
     assert calls("cuGraphLaunch") == 6
@@ -120,11 +118,11 @@ def large_copies_within_the_own_memory_are_one_launch():
 @scenario
 def a_launch_keeps_its_places_when_later_ones_differ():
     """A later call with other addresses must not change where an earlier one, still waiting, copies to."""
-    src, first, second = (memory(5 * MIB) for _ in range(3))
+    src, first, second = memory(), memory(), memory()
     array(src, np.uint8)[:] = 7
     array(first, np.uint8)[:] = array(second, np.uint8)[:] = 0
     (control, _), own = controls()
-    own_copies = [[COPY, 0, at, 1, at, 1, 2 * MIB, 0, 0, RAW, RAW, 1] for at in (64, 64 + 2 * MIB)]
+    own_copies = [[COPY, 0, at, 1, at, 1, 32, 0, 0, RAW, RAW, 1] for at in (64, 96)]
     prog = program(
         [[AWAIT, 0, 1, 1], [COPY, 0, 0, 1, 0, 1, 64, 0, 0, RAW, RAW], *own_copies],
         n_bases=2,
@@ -132,12 +130,12 @@ def a_launch_keeps_its_places_when_later_ones_differ():
         advance=[(0, 1, 1)],
     )
     stream = cuda.Stream(0, 0)
-    for dst in (first, second, first, second):
+    for dst in (first, second):
         prog.begin(control, [src.address, dst.address], [2], 1, 1.0).enqueue(0, stream.handle)
     assert not array(first, np.uint8).any()
-    array(own[0], np.uint32)[(2 * 2 + 1) * 4] = 4
-    until(lambda: array(second, np.uint8)[: 64 + 4 * MIB].all())
-    assert array(first, np.uint8)[: 64 + 4 * MIB].all()
+    array(own[0], np.uint32)[(2 * 2 + 1) * 4] = 2
+    until(lambda: array(second, np.uint8)[:128].all())
+    assert array(first, np.uint8)[:128].all()
 
 
 @scenario
