@@ -21,13 +21,13 @@ MemcpyParams params(const PlacedCopy& placed) {
 
 }  // namespace
 
-CopyGraph::CopyGraph(Device& device, const std::vector<PlacedCopy>& copies) : device_(device) {
+CopyGraph::CopyGraph(Device& device, const std::vector<PlacedCopy>& copies) : device_(device), copies_(copies) {
   const Current current(device_);
   const Api& cu = api();
   check(cu.GraphCreate(&graph_, 0), "cuGraphCreate");
   try {
     GraphNodeHandle last = nullptr;
-    for (const PlacedCopy& c : copies) {
+    for (const PlacedCopy& c : copies_) {
       const MemcpyParams copy = params(c);
       GraphNodeHandle node = nullptr;
       check(cu.GraphAddMemcpyNode(&node, graph_, last == nullptr ? nullptr : &last, last != nullptr, &copy,
@@ -53,25 +53,27 @@ CopyGraph::~CopyGraph() {
   }
 }
 
-void CopyGraph::launch(StreamHandle stream) const { check(api().GraphLaunch(exec_, stream), "cuGraphLaunch"); }
-
-void CopyGraphs::launch(Device& device, const std::vector<PlacedCopy>& copies, StreamHandle stream) {
+bool CopyGraph::is_of(const Device& device, const std::vector<PlacedCopy>& copies) const {
   const auto same = [](const PlacedCopy& a, const PlacedCopy& b) {
     return a.src == b.src && a.dst == b.dst && a.shape == b.shape;
   };
+  return &device == &device_ && std::equal(copies.begin(), copies.end(), copies_.begin(), copies_.end(), same);
+}
+
+void CopyGraph::launch(StreamHandle stream) const { check(api().GraphLaunch(exec_, stream), "cuGraphLaunch"); }
+
+void CopyGraphs::launch(Device& device, const std::vector<PlacedCopy>& copies, StreamHandle stream) {
   std::lock_guard<std::mutex> hold(lock_);
-  const auto found = std::find_if(seen_.begin(), seen_.end(), [&](const Seen& s) {
-    return s.device == &device && std::equal(copies.begin(), copies.end(), s.copies.begin(), s.copies.end(), same);
-  });
-  if (found == seen_.end()) {
-    if (seen_.size() == kKept) seen_.erase(seen_.begin());
-    seen_.push_back({&device, copies, nullptr});
-    return enqueue_together(copies, stream);
+  const auto found =
+      std::find_if(graphs_.begin(), graphs_.end(), [&](const auto& g) { return g->is_of(device, copies); });
+  if (found != graphs_.end()) {
+    std::rotate(found, found + 1, graphs_.end());
+  } else {
+    auto made = std::make_unique<CopyGraph>(device, copies);
+    if (graphs_.size() == kKept) graphs_.erase(graphs_.begin());
+    graphs_.push_back(std::move(made));
   }
-  std::rotate(found, found + 1, seen_.end());
-  Seen& latest = seen_.back();
-  if (latest.graph == nullptr) latest.graph = std::make_unique<CopyGraph>(device, copies);
-  latest.graph->launch(stream);
+  graphs_.back()->launch(stream);
 }
 
 }  // namespace tide::cuda

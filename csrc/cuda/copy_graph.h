@@ -20,31 +20,25 @@ class CopyGraph {
   CopyGraph(const CopyGraph&) = delete;
   CopyGraph& operator=(const CopyGraph&) = delete;
 
+  bool is_of(const Device& device, const std::vector<PlacedCopy>& copies) const;
   // Returns at once.
   void launch(StreamHandle stream) const;
 
  private:
   Device& device_;
+  std::vector<PlacedCopy> copies_;
   GraphHandle graph_ = nullptr;
   GraphExecHandle exec_ = nullptr;
 };
 
-// Graphs for the addresses that copies of one place in a program have had lately: a landing has as many as slots, and
-// shards stay where they are. Addresses that do not come back (gradients' may be new every time) get no graph.
+// Graphs for the addresses that copies of one place in a program have had lately: a landing has as many as slots.
 class CopyGraphs {
  public:
-  // Returns at once.
   void launch(Device& device, const std::vector<PlacedCopy>& copies, StreamHandle stream);
 
  private:
-  struct Seen {
-    Device* device;
-    std::vector<PlacedCopy> copies;
-    std::unique_ptr<CopyGraph> graph;  // from the second time on
-  };
-
   std::mutex lock_;
-  std::vector<Seen> seen_;  // the latest last
+  std::vector<std::unique_ptr<CopyGraph>> graphs_;  // the latest last
 };
 
 }  // namespace tide::cuda

@@ -296,7 +296,7 @@ def _steps(rank, exchange, shape, slot_reuse, masters=None, connect=None):
     trainer.check()
     wanted = set() if masters is None else {(Item.F32, Item.BF16, False)}
     assert set(trainer.kernels.casts) == wanted
-    assert masters or calls("cuGraphLaunch") > 0, "what is not cast, a graph brings to the own memory"
+    assert (calls("cuGraphLaunch") > 0) == (masters is None), "what is not cast, a graph brings to the own memory"
     return len(trainer.outputs)
 
 
