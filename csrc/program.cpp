@@ -76,7 +76,6 @@ void check_copy(const Words& w, size_t n_bases) {
   w.size(8, "a pitch in bytes");
   w.between(9, kFp32, kRaw, "a dtype");
   w.between(10, kFp32, kRaw, "a dtype");
-  w.between(11, 0, 1, "whether it is within this rank's memory,");
   if (w[9] != w[10] && (w[9] == kRaw || w[10] == kRaw)) w.between(10, w[9], w[9], "for raw bytes the same dtype,");
   w.extent(7, w[2], w[5], w[6], w[7], dtype_bytes(w[9]));
   w.extent(8, w[4], w[5], w[6], w[8], dtype_bytes(w[10]));

@@ -155,8 +155,7 @@ class Program:
         ops: little-endian int64, 12 words per op. Word 0 is the opcode, the rest:
 
             0 copy: src base, src offset, dst base, dst offset, rows, elements per row, src pitch, dst pitch,
-            src dtype, dst dtype (0 fp32, 1 bf16, 2 raw bytes; offsets and pitches in bytes), whether both ends are in
-            this rank's own memory (a hint for devices)
+            src dtype, dst dtype (0 fp32, 1 bf16, 2 raw bytes; offsets and pitches in bytes)
 
             1 sum: dst base, dst offset, elements, src dtype, dst dtype, number of sources, index of the first
             source, flags (1: add to what dst holds; 2: divide by the call's divisor before that). fp32, in source order

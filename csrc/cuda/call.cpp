@@ -123,7 +123,6 @@ void Call::enqueue_copies(const Segment& segment, StreamHandle stream) const {
     const Copy& c = program_->copies()[i];
     copies.push_back({at(c.src), at(c.dst), &c.shape});
   }
-  if (segment.own && copies.size() > 1) return program_->graphs(segment).launch(control_->device(), copies, stream);
   enqueue_together(copies, stream);
 }
 

@@ -67,15 +67,6 @@ struct CudaError : std::runtime_error {
   X(MemsetD8Async, "cuMemsetD8Async", (DevicePtr, unsigned char, size_t, StreamHandle))                        \
   X(MemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", (DevicePtr, DevicePtr, size_t, StreamHandle))                     \
   X(Memcpy2DAsync, "cuMemcpy2DAsync_v2", (const Memcpy2D*, StreamHandle))                                      \
-  X(GraphCreate, "cuGraphCreate", (GraphHandle*, unsigned))                                                    \
-  X(GraphAddMemcpyNode, "cuGraphAddMemcpyNode",                                                                \
-    (GraphNodeHandle*, GraphHandle, const GraphNodeHandle*, size_t, const MemcpyParams*, ContextHandle))       \
-  X(GraphInstantiate, "cuGraphInstantiateWithFlags", (GraphExecHandle*, GraphHandle, unsigned long long))      \
-  X(GraphExecMemcpyNodeSetParams, "cuGraphExecMemcpyNodeSetParams",                                            \
-    (GraphExecHandle, GraphNodeHandle, const MemcpyParams*, ContextHandle))                                    \
-  X(GraphLaunch, "cuGraphLaunch", (GraphExecHandle, StreamHandle))                                             \
-  X(GraphExecDestroy, "cuGraphExecDestroy", (GraphExecHandle))                                                 \
-  X(GraphDestroy, "cuGraphDestroy", (GraphHandle))                                                             \
   X(FuncSetAttribute, "cuFuncSetAttribute", (FunctionHandle, int, int))                                        \
   X(LaunchKernel, "cuLaunchKernel",                                                                            \
     (FunctionHandle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, StreamHandle, void**, void**))

@@ -15,9 +15,6 @@ using ContextHandle = void*;  // CUcontext
 using StreamHandle = void*;   // CUstream
 using EventHandle = void*;    // CUevent
 using FunctionHandle = void*; // CUfunction
-using GraphHandle = void*;      // CUgraph
-using GraphNodeHandle = void*;  // CUgraphNode
-using GraphExecHandle = void*;  // CUgraphExec
 
 constexpr Result kSuccess = 0;
 constexpr Result kErrorOutOfMemory = 2;
@@ -91,25 +88,6 @@ struct Memcpy2D {
   void* dst_array;
   size_t dst_pitch;
   size_t width_bytes, height;
-};
-
-// CUDA_MEMCPY3D.
-struct MemcpyParams {
-  size_t src_x, src_y, src_z, src_lod;
-  int src_type;
-  const void* src_host;
-  DevicePtr src_device;
-  void* src_array;
-  void* src_reserved;
-  size_t src_pitch, src_height;
-  size_t dst_x, dst_y, dst_z, dst_lod;
-  int dst_type;
-  void* dst_host;
-  DevicePtr dst_device;
-  void* dst_array;
-  void* dst_reserved;
-  size_t dst_pitch, dst_height;
-  size_t width_bytes, height, depth;
 };
 
 constexpr int kSourceInStreamOrder = 1;

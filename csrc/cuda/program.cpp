@@ -88,16 +88,9 @@ void Program::add_copy(size_t index, std::vector<Segment>& out) {
   if (shape.rows > 1 && (shape.src_pitch < row_bytes || shape.dst_pitch < row_bytes))
     refuse(index, "pitches of " + std::to_string(shape.src_pitch) + " and " + std::to_string(shape.dst_pitch) +
                       " bytes; a copy on the device needs at least the row's " + std::to_string(row_bytes));
-  const bool own = op[11] != 0 && shape.rows == 1;
-  if (out.empty() || out.back().kind != Segment::kCopies || out.back().own != own) {
-    out.push_back({Segment::kCopies, copies_.size(), 0, false, own});
-    if (own) graphs_[copies_.size()] = std::make_unique<CopyGraphs>();
-  }
-  ++out.back().count;
+  continued(out, Segment::kCopies, copies_.size());
   copies_.push_back({{op[1], op[2]}, {op[3], op[4]}, shape});
 }
-
-CopyGraphs& Program::graphs(const Segment& segment) const { return *graphs_.at(segment.first); }
 
 // Notifications store totals, so those of one counter must happen in the order of the table.
 void Program::add_notify(size_t index, size_t lane, std::vector<int64_t>& notifier, std::vector<Segment>& out) {

@@ -3,14 +3,12 @@
 
 #include <atomic>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
 
 #include "control.h"
 #include "copies.h"
-#include "copy_graph.h"
 #include "../program.h"
 #include "sum.h"
 
@@ -46,7 +44,6 @@ struct Segment {
   enum Kind { kCopies, kClear, kSignals, kSums } kind;
   size_t first, count;  // in the list of that kind
   bool waits = false;
-  bool own = false;  // copies within this GPU's memory, of rows without pitches
 };
 
 class Program {
@@ -73,9 +70,6 @@ class Program {
   // By kind; null where no kernel is set.
   std::vector<std::shared_ptr<const SumPlan>> sum_plans() const;
 
-  // Of a segment's copies, those of the same first one.
-  CopyGraphs& graphs(const Segment& segment) const;
-
   // Throws unless the program can run on this control; remembers the last one that it was found to fit.
   void check_fits(const Control& control) const;
 
@@ -99,7 +93,6 @@ class Program {
   mutable std::atomic<uint64_t> fits_{0};
   mutable std::mutex plan_lock_;
   std::vector<std::shared_ptr<const SumPlan>> plans_;  // by kind
-  std::map<size_t, std::unique_ptr<CopyGraphs>> graphs_;  // by the segment's first copy
 };
 
 // One use of a program: addresses, counters, and what they had come to before it.

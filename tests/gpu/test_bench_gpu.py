@@ -32,6 +32,7 @@ def test_collectives(tmp_path: Path) -> None:
         assert (row["stock_ms"] is not None) == stock_runs(max(cards, 2))
     if "ours_kernels" in rows[0]:
         assert rows[0]["ours_kernels"] == 0, "an all-gather without a cast runs on copy engines alone"
+        assert rows[0]["ours_copies"] == 5 * max(cards, 2), "a shard goes to every peer and to the own landing"
         assert min(r["ours_copy_us"] for r in rows) > 0
         assert rows[2]["ours_kernels"] > 0
         assert rows[2]["ours_ctas"] <= 132

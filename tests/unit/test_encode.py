@@ -71,11 +71,6 @@ A, B = Counter("a"), Counter("b", 3)
 # sum are numbered before its destination.
 CASES: list[tuple[Op, list[tuple[int, ...]], list[tuple[int, int]]]] = [
     (Copy(IN1, LANDING, 5, Item.F32, Item.F32), [row(COPY, 1, 4, 2, 256, 1, 20, 0, 0, RAW, RAW)], []),
-    (
-        Copy(IN1, Ref(Space.LANDING, 0, 256), 5, Item.F32, Item.F32),
-        [row(COPY, 1, 4, 2, 256, 1, 20, 0, 0, RAW, RAW, True)],
-        [],
-    ),
     (Copy(IN1, LANDING, 5, Item.RAW8, Item.RAW8), [row(COPY, 1, 4, 2, 256, 1, 40, 0, 0, RAW, RAW)], []),
     (Copy(IN0, LANDING, 5, Item.F32, Item.BF16), [row(COPY, 0, 8, 2, 256, 1, 5, 0, 0, FP32, BF16)], []),
     (

@@ -13,7 +13,6 @@ from typing import Any
 
 from tide_strategies import _native
 from tide_strategies.collectives.schedule import (
-    SELF,
     Await,
     Copy,
     Counter,
@@ -179,8 +178,7 @@ class _Table:
             items, src, dst = op.items * op.src_item.size, _RAW, _RAW
         else:
             items, src, dst = op.items, _DTYPE[op.src_item], _DTYPE[op.dst_item]
-        own = op.src.at == op.dst.at == SELF
-        return [COPY, *self._at(op.src), *self._at(op.dst), op.rows, items, op.src_pitch, op.dst_pitch, src, dst, own]
+        return [COPY, *self._at(op.src), *self._at(op.dst), op.rows, items, op.src_pitch, op.dst_pitch, src, dst]
 
     def _sum(self, op: Sum | Land, src_item: Item) -> list[int]:
         first = len(self.sources) // 2

@@ -53,7 +53,7 @@ def recorded(place: Place, work: Callable[[], object]) -> list[Event] | str | No
     profiler, reason = None, "the profiler did not start"
     if place.rank == 0:
         try:
-            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
+            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             profiler.start()
         except Exception as e:  # CUPTI missing, in use, or not allowed: the other columns stand without it
             profiler, reason = None, f"the profiler failed to start: {type(e).__name__}: {e}"
