@@ -324,7 +324,7 @@ def rates_of(
     if _sizes(seconds, "passed"):
         times, took = _only(seconds, "passed")
         # A copy after a wait is no batch with the one before: what it takes to start is the wait's.
-        found = replace(found, wait_s=max((took - fixed_s) / times - found.start_s, 0.0))
+        found = replace(found, wait_s=max((took - fixed_s) / times - found.start_s - found.own_copy_s, 0.0))
     if one_thread:  # what all ranks of a node moved at once, read and written
         found = replace(found, memory=max(base.memory, 2 * topology.local_ranks * push, summed))
     if _sizes(seconds, "rail"):

@@ -37,7 +37,8 @@ class Rates:
         one. land_per_cta: fp32 output bytes/s of one thread block that lands node partials (paper: BW_land). land_cap:
         output bytes/s that the landing fabric allows (paper: BW_cap). rail: bytes/s of one rank's rail, each direction
         (paper: BW_NIC). call_s: seconds from the call of a collective to its first operation. start_s: seconds that a
-        batch of copies, or a kernel, takes beside moving its bytes. signal_s: seconds from a notify to the end of the
+        batch of copies, or a kernel, takes beside moving its bytes. own_copy_s: seconds that each copy within a GPU's own
+        memory takes beside that, since these do not merge in a batch. signal_s: seconds from a notify to the end of the
         wait for it, within a node. wait_s: seconds that a stream stops at a wait which is over already. rail_signal_s:
         as signal_s across nodes, one way. round_wait_s: calibrated wait of one network round (paper: t_rnd); the
         solver's, see ``planner/sizing.py``. chunk_s: seconds of the host for one more chunk of a reduce-scatter.
@@ -62,6 +63,7 @@ class Rates:
     rail: float
     call_s: float
     start_s: float
+    own_copy_s: float
     signal_s: float
     wait_s: float
     rail_signal_s: float
@@ -132,6 +134,7 @@ PAPER = Rates(
     rail=47.5 * GB,
     call_s=25e-6,
     start_s=2.6e-6,
+    own_copy_s=0.0,
     signal_s=4.8e-6,
     wait_s=0.0,
     rail_signal_s=60e-6,
@@ -159,6 +162,7 @@ H200_PAIR = Rates(
     rail=PAPER.rail,
     call_s=10.7e-6,
     start_s=2.4e-6,
+    own_copy_s=3.8e-6,
     signal_s=6.5e-6,
     wait_s=3.3e-6,
     rail_signal_s=PAPER.rail_signal_s,
@@ -183,6 +187,7 @@ CPU_PAIR = Rates(
     rail=1 * GB,
     call_s=2e-6,
     start_s=0.2e-6,
+    own_copy_s=0.0,
     signal_s=3e-6,
     wait_s=0.0,
     rail_signal_s=100e-6,

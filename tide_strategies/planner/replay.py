@@ -114,6 +114,8 @@ class Call:
     schedule: Schedule
     slot: int = 0
     totals: dict[tuple[Counter, int], int] | None = None
+    #: When the first operation may begin, on whichever thread.
+    begun_s: float = 0.0
     recorded: dict[str, list[Action]] = field(default_factory=dict)
     passed: set[str] = field(default_factory=set)
 
@@ -179,7 +181,9 @@ class _Replay:
         for call, stream in thread:
             if call.totals is None:
                 self._begin(rank, call)
-                yield self._timer(self.rates.call_s)
+                call.begun_s = self.simulation.now + self.rates.call_s
+            if self.simulation.now < call.begun_s:
+                yield self._timer(call.begun_s - self.simulation.now)
             checked = False  # whether the signals that are given to the stream together have a wait so far
             for kind, ops in _batches(call.schedule.streams[stream]):
                 over_s = 0.0 if checked else self.rates.wait_s
@@ -299,7 +303,7 @@ class _Replay:
                     self.simulation.flow(nbytes, uses, part_done(after))
 
             self.blocked[number] = f"rank {rank}, stream {stream!r}"
-            self.simulation.after(self.rates.start_s + self._late(), launch)
+            self.simulation.after(self.rates.start_s + self._apart(rank, ops) + self._late(), launch)
             return False
 
         return step
@@ -340,6 +344,13 @@ class _Replay:
         if isinstance(first, Land):
             return [(total, {("land", rank): 1.0, **self._landing_traffic(rank, ops)}, _nothing)]
         return [(total, {("local", rank): 1.0, memory: 1.0}, _nothing)]
+
+    def _apart(self, rank: int, ops: Sequence[Op]) -> float:
+        """Seconds for which copies within a GPU come one by one."""
+        if self.machine.one_memory or self._by_kernel(rank, ops):
+            return 0.0
+        own = sum(isinstance(op, Copy) and op.src.at == SELF and op.dst.at in (SELF, rank) for op in ops)
+        return own * self.rates.own_copy_s
 
     def _by_kernel(self, rank: int, ops: Sequence[Op]) -> bool:
         """Whether a GPU casts here, with a kernel."""
