@@ -37,9 +37,9 @@ class Rates:
         one. land_per_cta: fp32 output bytes/s of one thread block that lands node partials (paper: BW_land). land_cap:
         output bytes/s that the landing fabric allows (paper: BW_cap). rail: bytes/s of one rank's rail, each direction
         (paper: BW_NIC). call_s: seconds from the call of a collective to its first operation. start_s: seconds that a
-        batch of copies, or a kernel, takes beside moving its bytes. own_copy_s: seconds that each copy within a GPU's own
-        memory takes beside that, since these do not merge in a batch. signal_s: seconds from a notify to the end of the
-        wait for it, within a node. wait_s: seconds that a stream stops at a wait which is over already. rail_signal_s:
+        batch of copies, or a kernel, takes beside moving its bytes. own_copy_s: seconds that each copy within a GPU's
+        own memory takes beside that, since these do not merge in a batch. signal_s: seconds from a notify to the end of
+        the wait for it, within a node. wait_s: seconds that a stream stops at a wait which is over already. rail_signal_s:
         as signal_s across nodes, one way. round_wait_s: calibrated wait of one network round (paper: t_rnd); the
         solver's, see ``planner/sizing.py``. chunk_s: seconds of the host for one more chunk of a reduce-scatter.
         chunk_cap: bytes of a contribution from which on a larger chunk gains nothing: on CPUs what is still in a cache
