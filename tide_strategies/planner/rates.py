@@ -39,11 +39,11 @@ class Rates:
         (paper: BW_NIC). call_s: seconds from the call of a collective to its first operation. start_s: seconds that a
         batch of copies, or a kernel, takes beside moving its bytes. own_copy_s: seconds that each copy within a GPU's
         own memory takes beside that, since these do not merge in a batch. signal_s: seconds from a notify to the end of
-        the wait for it, within a node. wait_s: seconds that a stream stops at a wait which is over already. rail_signal_s:
-        as signal_s across nodes, one way. round_wait_s: calibrated wait of one network round (paper: t_rnd); the
-        solver's, see ``planner/sizing.py``. chunk_s: seconds of the host for one more chunk of a reduce-scatter.
-        chunk_cap: bytes of a contribution from which on a larger chunk gains nothing: on CPUs what is still in a cache
-        when its owner reads it, on GPUs a bound on staging.
+        the wait for it, within a node. wait_s: seconds that a stream stops at a wait which is over already.
+        rail_signal_s: as signal_s across nodes, one way. round_wait_s: calibrated wait of one network round (paper:
+        t_rnd); the solver's, see ``planner/sizing.py``. chunk_s: seconds of the host for one more chunk of a
+        reduce-scatter. chunk_cap: bytes of a contribution from which on a larger chunk gains nothing: on CPUs what is
+        still in a cache when its owner reads it, on GPUs a bound on staging.
 
     Raises:
         TideConfigError: a rate is not from 1 to 1e18 bytes/s, a time not from 0 to 1e4 s, ``pull_tax`` not from 1 to
