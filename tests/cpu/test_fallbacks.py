@@ -521,7 +521,7 @@ def test_a_call_that_cannot_runs_as_stock_and_is_counted(
     """Through the function that FSDP2's post_backward calls, with a group whose own collectives must stay untouched."""
     tallies = types.SimpleNamespace(all_gathers=Tally(), reduce_scatters=Tally())
     group = GroupBinding(types.SimpleNamespace(collectives=tallies))  # with nothing that could be called
-    params = [types.SimpleNamespace(_tide_group=group, _tide_index=i) for i in range(len(dtypes))]
+    params = [types.SimpleNamespace(_tide_group=group, _tide_index=i, _param_fqn=f"p{i}") for i in range(len(dtypes))]
     gradients = [torch.ones(2, dtype=d) for d in dtypes]
     names = [n for n in reduce._signature.parameters if n not in ("fsdp_params", "unsharded_grads", "reduce_dtype")]
     others = dict.fromkeys(names)

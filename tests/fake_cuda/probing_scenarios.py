@@ -90,8 +90,10 @@ def check_rates(found, form):
     """Everything that nodes add has been measured, and knobs follow from it."""
     topology = Topology(*form)
     assert found.name == f"measured on {topology} cuda ranks"
-    for name in ("rail", "land_per_cta", "land_cap", "round_wait_s", "rail_signal_s", "push", "sum_per_cta"):
+    for name in ("rail", "land_per_cta", "land_cap", "push", "sum_per_cta"):
         assert 0 < getattr(found, name) != getattr(H200_PAIR, name), name
+    for name in ("round_wait_s", "rail_signal_s"):  # on a busy processor a call may take as long as one with rounds
+        assert 0 <= getattr(found, name) != getattr(H200_PAIR, name), name
     layout = GroupLayout((ParamShape(4096, 1024, 2),), topology.ranks)
     assert choose(found, topology, [layout], "cuda") == choose(found, topology, [layout], "cuda")
     assert choose(replace(found, rail=1e12), topology, [layout], "cuda") != choose(
