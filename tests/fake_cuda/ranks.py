@@ -5,6 +5,7 @@ Both are bounded in time.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
 import signal
@@ -29,7 +30,8 @@ def launch(ranks, function, *arguments, timeout_s=60.0):
     """Run ``function(rank, exchange, *arguments)`` in ``ranks`` processes; their results."""
     fork = mp.get_context("fork")
     pipes = [fork.Pipe() for _ in range(ranks)]
-    processes = [fork.Process(target=_main, args=(function, r, pipes, arguments), daemon=True) for r in range(ranks)]
+    common = (pipes, arguments, timeout_s)
+    processes = [fork.Process(target=_main, args=(function, r, *common), daemon=True) for r in range(ranks)]
     for p in processes:
         p.start()
     for _, theirs in pipes:
@@ -79,7 +81,8 @@ def values(results):
     return [r.value for r in results]
 
 
-def _main(function, rank, pipes, arguments):
+def _main(function, rank, pipes, arguments, timeout_s):
+    faulthandler.dump_traceback_later(0.8 * timeout_s)  # where it was, should there be no result
     for r, (ours, theirs) in enumerate(pipes):
         ours.close()
         if r != rank:

@@ -1,16 +1,19 @@
 """What scenarios on the fake driver have in common. ``TIDE_LIBCUDA`` names the driver's library.
 
-A scenario runs in a fresh process: ``python FILE NAME``. Device memory is host memory, so numpy can look at it.
+A scenario runs in a process of its own: ``python FILE NAME``. Device memory is host memory, so numpy can look at it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import struct
 import sys
+import tempfile
 import time
+import traceback
 from contextlib import contextmanager
 
 import numpy as np
@@ -102,5 +105,34 @@ def scenario(function):
 
 
 def play(names):
-    """Run the scenario that the command line names."""
-    names[sys.argv[1]]()
+    """Run the scenario that the command line names; after ``--each`` all of them, and print how each ended.
+
+    Those are processes forked from one that has imported everything, which takes longer than many a scenario.
+    """
+    wanted = sys.argv[1:]
+    if wanted[0] != "--each":
+        names[wanted[0]]()
+        return
+    print(json.dumps({name: _forked(names[name]) for name in wanted[1:]}))
+
+
+def _forked(work):
+    """What ``work`` wrote if it failed, and its exit code."""
+    with tempfile.TemporaryFile("w+") as said:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                for stream in (1, 2):
+                    os.dup2(said.fileno(), stream)
+                work()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said.seek(0)
+        return code, said.read() if code else ""

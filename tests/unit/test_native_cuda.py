@@ -1,8 +1,10 @@
-"""The CUDA transport, on a fake driver (``conftest.py``): every scenario of ``tests/fake_cuda`` in a fresh process."""
+"""The CUDA transport, on a fake driver (``conftest.py``): every scenario of ``tests/fake_cuda`` in a process of its own."""
 
 from __future__ import annotations
 
 import ast
+import functools
+import json
 import os
 import shutil
 import subprocess
@@ -21,9 +23,9 @@ SCENARIOS = [
 ]
 
 
-def python(*arguments: str, **env: str) -> str:
+def python(*arguments: str, timeout: float = 120, **env: str) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, env={**os.environ, **env}
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=timeout, env={**os.environ, **env}
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
@@ -33,9 +35,22 @@ def probe(**env: str) -> str:
     return python("-c", "from tide_strategies._native import cuda; print(cuda.probe())", **env)
 
 
+@pytest.fixture(scope="module")
+def played(driver):
+    """Runs all scenarios of a file when the first one is wanted: exit code and words of each."""
+
+    @functools.cache
+    def of(file):
+        names = [name for stem, name in SCENARIOS if stem == file]
+        return json.loads(python(str(FAKE / f"{file}.py"), "--each", *names, timeout=280, TIDE_LIBCUDA=str(driver)))
+
+    return of
+
+
 @pytest.mark.parametrize(("file", "scenario"), SCENARIOS, ids=[name for _, name in SCENARIOS])
-def test_scenario(driver, file, scenario):
-    python(str(FAKE / f"{file}.py"), scenario, TIDE_LIBCUDA=str(driver))
+def test_scenario(played, file, scenario):
+    code, words = played(file)[scenario]
+    assert code == 0, words
 
 
 @pytest.mark.parametrize(
