@@ -1,4 +1,4 @@
-"""The CUDA transport, on a fake driver (``conftest.py``): each scenario of ``tests/fake_cuda`` in a process of its own."""
+"""The CUDA transport, on a fake driver (``conftest.py``): each scenario of ``tests/fake_cuda`` by itself."""
 
 from __future__ import annotations
 
