@@ -14,7 +14,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from nodes_scenarios import FakeKernels, MessageRail, bf16
+from fakes import FakeKernels, MessageRail
+from nodes_scenarios import bf16
 from ranks import launch, values
 from stage import COPY, MIB, RAW, array, fake, memory, play, program, raises, scenario, until
 

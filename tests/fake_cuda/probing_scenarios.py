@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from nodes_scenarios import FakeKernels
+from fakes import FakeKernels
 from p2p_scenarios import join
 from path_scenarios import Stream, Torch
 from ranks import launch, values

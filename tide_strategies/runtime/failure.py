@@ -5,7 +5,10 @@ from __future__ import annotations
 from tide_strategies import _native
 from tide_strategies.errors import TideMismatchError, TidePeerError, TideTimeoutError
 
-_WHERE = "All ranks stop rather than go on with incomplete data."
+#: How the words of every failed wait end.
+STOP = "All ranks stop rather than go on with incomplete data."
+#: What to do about a wait that was too long.
+PATIENCE = "If that rank only needs longer (a slow data loader, a checkpoint), raise timeout_s."
 
 
 def failure(
@@ -39,18 +42,18 @@ def failure(
         waiting = f"rank {rank} at the beginning of {call}"
     if outcome.status == "aborted" and aborted is not None:
         return TidePeerError(
-            f"TIDE: rank {aborted[0]} stopped first: {aborted[2].decode(errors='replace')} [here: {waiting}] {_WHERE}"
+            f"TIDE: rank {aborted[0]} stopped first: {aborted[2].decode(errors='replace')} [here: {waiting}] {STOP}"
         )
     if outcome.status == "mismatch":
         return TideMismatchError(
             f"TIDE: ranks run different collectives: rank {rank} is in {call} while rank {outcome.writer} is in "
-            f"{peer_call}. Every rank must run the same modules in the same order. {_WHERE}"
+            f"{peer_call}. Every rank must run the same modules in the same order. {STOP}"
         )
     if outcome.status == "peer_dead":
         return TidePeerError(
-            f"TIDE: rank {outcome.writer} {gone or 'is dead'}: {waiting}; it was last in {peer_call}. {_WHERE}"
+            f"TIDE: rank {outcome.writer} {gone or 'is dead'}: {waiting}; it was last in {peer_call}. {STOP}"
         )
     return TideTimeoutError(
-        f"TIDE: no progress within timeout_s={timeout_s:g}: {waiting}; that rank was last in {peer_call}. If it only "
-        f"needs longer (a slow data loader, a checkpoint), raise timeout_s. {_WHERE}"
+        f"TIDE: no progress within timeout_s={timeout_s:g}: {waiting}; that rank was last in {peer_call}. "
+        f"{PATIENCE} {STOP}"
     )

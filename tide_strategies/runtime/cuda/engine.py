@@ -127,7 +127,7 @@ class CudaEngine:
     def collective(
         self, schedule: Schedule, inputs: int, label: str, schedule_of: Callable[[int], Schedule] | None = None
     ) -> CudaCollective:
-        """Make a schedule callable that has been fitted to the device (``fit``).
+        """Make a schedule callable whose casts, if it has any, are sums (``fit.with_casts``).
 
         Args:
             schedule: this rank's.

@@ -29,9 +29,9 @@ from tide_strategies.runtime.bootstrap import Exchange
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda.nccl_domains import NcclDomains
 from tide_strategies.runtime.cuda.rail import Arrival, Part
+from tide_strategies.runtime.failure import PATIENCE, STOP
 from tide_strategies.topology import Topology
 
-_STOP = "All ranks stop rather than go on with incomplete data."
 #: After :meth:`NcclRail.stop`, how long the program has to end by itself while a stream is still blocked.
 LAST_RESORT_S = 60.0
 #: Exit code of a process that is ended for that (EX_SOFTWARE).
@@ -153,13 +153,12 @@ class NcclRail:
         for wait in (w for rma in self._rmas for w in rma.overdue(self.timeout_s)):
             raise TideTimeoutError(
                 f"TIDE: no progress within timeout_s={self.timeout_s:g}: rank {self.rank} awaits {self._words(wait)} "
-                "on the rail. If that rank only needs longer (a slow data loader, a checkpoint), raise timeout_s. "
-                f"{_STOP}"
+                f"on the rail. {PATIENCE} {STOP}"
             )
         if any(comm.in_call_s > self.timeout_s for comm in self._domains.rails):
             raise TideTimeoutError(
                 f"TIDE: no progress within timeout_s={self.timeout_s:g}: NCCL does not return from a call of rank "
-                f"{self.rank} on the rail (NCCL_DEBUG=INFO tells what it does). {_STOP}"
+                f"{self.rank} on the rail (NCCL_DEBUG=INFO tells what it does). {STOP}"
             )
 
     def stop(self, why: str = "") -> None:
@@ -214,6 +213,6 @@ class NcclRail:
         try:
             work()
         except TimeoutError as e:
-            raise TideTimeoutError(f"TIDE: rank {self.rank} could not {what} on the rail: {e}. {_STOP}") from e
+            raise TideTimeoutError(f"TIDE: rank {self.rank} could not {what} on the rail: {e}. {STOP}") from e
         except RuntimeError as e:
-            raise TidePeerError(f"TIDE: rank {self.rank} could not {what} on the rail: {e}. {_STOP}") from e
+            raise TidePeerError(f"TIDE: rank {self.rank} could not {what} on the rail: {e}. {STOP}") from e

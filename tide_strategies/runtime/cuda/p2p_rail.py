@@ -38,11 +38,11 @@ from tide_strategies.runtime.cuda.p2p_threads import (
     waiting,
 )
 from tide_strategies.runtime.cuda.rail import Arrival, Part
+from tide_strategies.runtime.failure import PATIENCE, STOP
 from tide_strategies.runtime.rails.gloo import LINGER_S, break_off, close_at_exit, join
 from tide_strategies.runtime.rails.message import Kind, Message
 from tide_strategies.topology import Topology
 
-_STOP = "All ranks stop rather than go on with incomplete data."
 #: Pinned memory for what is sent, shared out among peers and kinds; and bounds of a piece.
 _SENDING_BYTES, _LEAST, _MOST = 64 << 20, 64 << 10, 4 << 20
 #: A wait shorter than this is not worth asking whether its peer is there.
@@ -186,9 +186,11 @@ class CudaP2PRail:
                 now, words = time.monotonic(), self._words(a.counter, a.writer)
                 gone, since = self._gone.get(a.writer, ("", now))
                 if now - since > 2 * _SUSPICIOUS_S:
-                    raise TidePeerError(f"TIDE: rank {a.writer} {gone}: {words}. {_STOP}")
+                    raise TidePeerError(f"TIDE: rank {a.writer} {gone}: {words}. {STOP}")
                 if now - begun > self.timeout_s + _STARVED_S:
-                    raise TideTimeoutError(f"TIDE: no progress within timeout_s={self.timeout_s:g}: {words}. {_STOP}")
+                    raise TideTimeoutError(
+                        f"TIDE: no progress within timeout_s={self.timeout_s:g}: {words}. {PATIENCE} {STOP}"
+                    )
 
     def check(self) -> None:
         """Raise if a peer has stopped or gone wrong, or a stream is held up here by one that is gone or too slow.
@@ -204,16 +206,15 @@ class CudaP2PRail:
         for wait in self._control.overdue(min(_SUSPICIOUS_S, self.timeout_s)):
             if wait["writer"] in self._gone:
                 gone, _ = self._gone[wait["writer"]]
-                raise TidePeerError(f"TIDE: rank {wait['writer']} {gone}: {self._blocked(wait)}. {_STOP}")
+                raise TidePeerError(f"TIDE: rank {wait['writer']} {gone}: {self._blocked(wait)}. {STOP}")
         for wait in self._control.overdue(self.timeout_s):
             raise TideTimeoutError(
-                f"TIDE: no progress within timeout_s={self.timeout_s:g}: {self._blocked(wait)}. If that rank only "
-                f"needs longer (a slow data loader, a checkpoint), raise timeout_s. {_STOP}"
+                f"TIDE: no progress within timeout_s={self.timeout_s:g}: {self._blocked(wait)}. {PATIENCE} {STOP}"
             )
         if self._control.released and not self._stopped:
             raise TideTimeoutError(
                 f"TIDE: no progress within timeout_s={self.timeout_s:g}: rank {self.rank} waited on its device for "
-                f"messages, and in a call that let nothing else run. {_STOP}"
+                f"messages, and in a call that let nothing else run. {STOP}"
             )
 
     def stop(self, why: str = "") -> None:
@@ -262,7 +263,7 @@ class CudaP2PRail:
     def _lose(self, peer: int, words: str, fault: bool) -> None:
         self._gone.setdefault(peer, (words, time.monotonic()))
         if fault and self._fault is None:
-            self._fault = TidePeerError(f"TIDE: rank {peer} {words}. {_STOP}")
+            self._fault = TidePeerError(f"TIDE: rank {peer} {words}. {STOP}")
 
     def _hear(self, rank: int, why: str) -> None:
         if self._fault is None:

@@ -11,6 +11,7 @@ import datetime
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from tide_strategies.collectives.schedule import Await, Counter, Schedule
 from tide_strategies.errors import TideTimeoutError
 from tide_strategies.runtime.cuda.rail import Arrival
 from tide_strategies.runtime.encode import encode
+from tide_strategies.runtime.failure import PATIENCE, STOP
 from tide_strategies.runtime.rails.gloo import WHILE_CONNECTED, lost, tensor_at
 from tide_strategies.runtime.rails.message import Kind, Message, parse, payload
 
@@ -69,7 +71,7 @@ class Link:
         return datetime.timedelta(seconds=self.timeout_s + 10.0)
 
 
-class _Thread(threading.Thread):
+class _Thread(threading.Thread, ABC):
     """Runs until there is nothing more to do with its peer."""
 
     def __init__(self, what: str, link: Link) -> None:
@@ -84,8 +86,9 @@ class _Thread(threading.Thread):
         except Exception as e:
             self._link.lose(self._link.peer, lost(e), False)
 
+    @abstractmethod
     def _work(self) -> None:
-        raise NotImplementedError
+        """What the thread does; ValueError: the peer has sent what cannot be."""
 
 
 class Outgoing(_Thread):
@@ -157,7 +160,7 @@ class Outgoing(_Thread):
             if time.monotonic() > deadline or self._link.control.released:
                 raise TideTimeoutError(
                     f"TIDE: no progress within timeout_s={self._link.timeout_s:g}: {_UNDER_WAY} messages to rank "
-                    f"{self._link.peer} wait to be sent."
+                    f"{self._link.peer} wait to be sent. {PATIENCE} {STOP}"
                 )
             time.sleep(0.001)
 

@@ -22,6 +22,7 @@ from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda.order import CallOrder
 from tide_strategies.runtime.cuda.rail import DeviceRail
+from tide_strategies.runtime.failure import PATIENCE, STOP
 
 _POLL_S = 0.1
 #: A wait shorter than this is not worth asking whether its peer lives.
@@ -29,7 +30,6 @@ _SUSPICIOUS_S = 1.0
 #: Beyond the timeout, after which waits are let pass without this thread if it cannot run.
 _STARVED_S = 5.0
 _ABORT_FAILURE = 1
-_STOP = "All ranks stop rather than go on with incomplete data."
 
 Failure = TidePeerError | TideMismatchError
 
@@ -99,7 +99,7 @@ class Watchdog:
             try:
                 failure = self._look()
             except Exception as e:  # without this thread waits have no bound: better to stop
-                failure = TidePeerError(f"TIDE: rank {self._rank} cannot watch its waits: {e}. {_STOP}")
+                failure = TidePeerError(f"TIDE: rank {self._rank} cannot watch its waits: {e}. {STOP}")
             if failure is not None:
                 self._stop(failure)
                 break
@@ -110,23 +110,22 @@ class Watchdog:
     def _look(self) -> Failure | None:
         aborted = self._host.aborted()
         if aborted is not None:
-            return TidePeerError(f"TIDE: rank {aborted[0]} stopped first: {aborted[2]} {_STOP}")
+            return TidePeerError(f"TIDE: rank {aborted[0]} stopped first: {aborted[2]} {STOP}")
         if self._control.released:
             return TideTimeoutError(
                 f"TIDE: no progress within timeout_s={self._timeout_s:g}: rank {self._rank} waited on its device for "
-                f"peers, and in a call that let nothing else run, so that more is not known. {_STOP}"
+                f"peers, and in a call that let nothing else run, so that more is not known. {STOP}"
             )
         different = None if self._order is None else self._order.look()
         if different is not None:
             return different
         for wait in self._control.overdue(min(_SUSPICIOUS_S, self._timeout_s)):
             if self._dead(wait["writer"]):
-                return TidePeerError(f"TIDE: rank {wait['writer']} is dead: {self._words(wait)}. {_STOP}")
+                return TidePeerError(f"TIDE: rank {wait['writer']} is dead: {self._words(wait)}. {STOP}")
         # Streams of this rank wait for each other too, and so for what one of them awaits from a peer: blame that.
         for wait in sorted(self._control.overdue(self._timeout_s), key=lambda w: bool(w["writer"] == self._rank)):
             return TideTimeoutError(
-                f"TIDE: no progress within timeout_s={self._timeout_s:g}: {self._words(wait)}. If that rank only needs "
-                f"longer (a slow data loader, a checkpoint), raise timeout_s. {_STOP}"
+                f"TIDE: no progress within timeout_s={self._timeout_s:g}: {self._words(wait)}. {PATIENCE} {STOP}"
             )
         try:  # what is taken for later calls, no call waits for yet
             if self._rail is not None:
