@@ -20,8 +20,15 @@ def plan_tide() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For this process and all that it starts."""
-    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}):
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For this process and all that it starts. A module without ``CALIBRATES = True`` that calibrated fails here."""
+    cache = tmp_path_factory.mktemp("cache")
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}):
         yield
+    measured = [p for p in cache.glob("tide_strategies/**/*") if p.is_file()]
+    if measured and not getattr(request.module, "CALIBRATES", False):
+        pytest.fail(
+            f"{request.module.__name__} calibrated ({measured[0].name}): its paths depend on this machine's speed. "
+            "Keep TIDE_PLAN=tide in what it starts, or set CALIBRATES = True in it and assert nothing about paths"
+        )

@@ -70,7 +70,8 @@ def tide_report(trainer):
 def environment(rank, world, tide, **more):
     """What ``accelerate launch`` sets for a file with a ``tide_config:`` section."""
     for name in [n for n in os.environ if n.startswith(("FSDP_", "ACCELERATE_", "TIDE_"))]:
-        del os.environ[name]
+        if name != "TIDE_PLAN":  # the tests' own
+            del os.environ[name]
     os.environ.update(
         ACCELERATE_USE_CPU="true",
         ACCELERATE_USE_FSDP="true",
