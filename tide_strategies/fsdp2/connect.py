@@ -17,6 +17,7 @@ from tide_strategies.detect import fallback
 from tide_strategies.errors import TideArenaError, TideConfigError, TideFallbackError
 from tide_strategies.fsdp2.access import unsharded_dtype
 from tide_strategies.fsdp2.ahead import GatherAhead
+from tide_strategies.fsdp2.board import open_board
 from tide_strategies.fsdp2.cpu_path import CpuPath
 from tide_strategies.fsdp2.eligibility import REDUCIBLE, shard_item, stated_topology
 from tide_strategies.fsdp2.param_group import GroupBinding, adopt, landing_tensors
@@ -212,6 +213,7 @@ def gpu_engine(
         rail=_device_rail(exchange, ranks, placement, device, config, slots),
         multicast=placement.multicast == "on",
         host_ranks=placement.host_ranks,
+        board=open_board(exchange, ranks, placement),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Mapping
@@ -140,16 +141,21 @@ class TideHandle:
         )
 
     def close(self) -> None:
-        """Put stock FSDP2 back and release shared memory. Not between a forward and its backward. Idempotent."""
+        """Put stock FSDP2 back and release shared memory. Not between a forward and its backward. Idempotent.
+
+        Raises:
+            TideMismatchError: the last collectives were not the same on all ranks. It is closed all the same.
+        """
         if self._held:
             self._status = "closed; stock FSDP2"
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-        for installation in self._installations:
-            installation.close()
-        self._installations.clear()
-        self._let_go(list(self._held))
+        with contextlib.ExitStack() as closing:  # all of it, whatever a part of it raises
+            closing.callback(self._let_go, list(self._held))
+            for installation in reversed(self._installations):
+                closing.callback(installation.close)
+            self._installations.clear()
 
     def _let_go(self, modules: list[nn.Module]) -> None:
         _held.difference_update(modules)

@@ -5,6 +5,7 @@ It runs once, at the root's first forward, when parameters, dtypes and the order
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,10 +144,11 @@ class Installation:
     def close(self) -> None:
         """Put stock FSDP2 back and release the arenas."""
         self._restore(self.groups)
-        for engine in self.engines:
-            engine.close()
-        self.engines.clear()
         self.plans.clear()
+        with contextlib.ExitStack() as closing:  # all of them, whatever one of them raises
+            for engine in reversed(self.engines):
+                closing.callback(engine.close)
+            self.engines.clear()
 
     def _restore(self, groups: list[InstalledGroup]) -> None:
         for installed in groups:

@@ -11,6 +11,13 @@ STOP = "All ranks stop rather than go on with incomplete data."
 PATIENCE = "If that rank only needs longer (a slow data loader, a checkpoint), raise timeout_s."
 
 
+def mismatch(who: str) -> TideMismatchError:
+    """The error of ranks that run different collectives: ``who`` is in which, a sentence."""
+    return TideMismatchError(
+        f"TIDE: ranks run different collectives: {who}. Every rank must run the same modules in the same order. {STOP}"
+    )
+
+
 def failure(
     outcome: _native.Outcome,
     *,
@@ -45,10 +52,7 @@ def failure(
             f"TIDE: rank {aborted[0]} stopped first: {aborted[2].decode(errors='replace')} [here: {waiting}] {STOP}"
         )
     if outcome.status == "mismatch":
-        return TideMismatchError(
-            f"TIDE: ranks run different collectives: rank {rank} is in {call} while rank {outcome.writer} is in "
-            f"{peer_call}. Every rank must run the same modules in the same order. {STOP}"
-        )
+        return mismatch(f"rank {rank} is in {call} while rank {outcome.writer} is in {peer_call}")
     if outcome.status == "peer_dead":
         return TidePeerError(
             f"TIDE: rank {outcome.writer} {gone or 'is dead'}: {waiting}; it was last in {peer_call}. {STOP}"

@@ -22,11 +22,12 @@ from tide_strategies.errors import TidePeerError, TideTimeoutError
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda.fit import counted
+from tide_strategies.runtime.cuda.host_order import Board, HostOrder
 from tide_strategies.runtime.cuda.memory import SharedAllocation, share_allocation
 from tide_strategies.runtime.cuda.multicast import share_multicast
 from tide_strategies.runtime.cuda.order import CallOrder
 from tide_strategies.runtime.cuda.rail import RAILED, Arrival, Cut, DeviceRail, RailCall, cut, enqueue
-from tide_strategies.runtime.cuda.watchdog import Watchdog
+from tide_strategies.runtime.cuda.watchdog import Failure, Watchdog
 from tide_strategies.runtime.encode import Base, Encoded, encode
 from tide_strategies.runtime.slots import Landing, Slot
 from tide_strategies.runtime.trace import Trace
@@ -58,6 +59,7 @@ class CudaEngine:
         rail: carries what goes between nodes; None: their ranks reach each other's memory. The engine closes it.
         multicast: landings and inboxes can be addressed on all ranks of a node at once.
         host_ranks: so many consecutive ranks are on each host; 0: all are on one.
+        board: where hosts compare what they begin; None: they do not.
 
     Raises:
         TideArenaError: on every rank, if device memory cannot be shared between them.
@@ -76,6 +78,7 @@ class CudaEngine:
         rail: DeviceRail | None = None,
         multicast: bool = False,
         host_ranks: int = 0,
+        board: Board | None = None,
     ) -> None:
         self.rank, self.topology, self.device, self.timeout_s = rank, topology, device, timeout_s
         self.rail, self.multicast = rail, multicast
@@ -90,14 +93,14 @@ class CudaEngine:
         self._arrivals: deque[Sequence[Arrival]] = deque()
         self._bytes: dict[str, int] = {}
         try:
-            self._set_up(memory, host_ranks)
+            self._set_up(memory, host_ranks, board)
         except BaseException:
             if rail is not None:
                 rail.stop("its engine could not be set up")
                 rail.close()
             raise
 
-    def _set_up(self, memory: Mapping[tuple[Space, int], int], host_ranks: int) -> None:
+    def _set_up(self, memory: Mapping[tuple[Space, int], int], host_ranks: int, board: Board | None) -> None:
         rank, ranks, device, counters = self.rank, self.topology.ranks, self.device, self.book.counters
         # Who the peers are, whether they live, and why one stopped: kept in a little shared host memory.
         self.host = SharedArena.create(self._exchange, rank, ranks, 1, self.timeout_s, host_ranks)
@@ -112,7 +115,12 @@ class CudaEngine:
         self.order = CallOrder(self.host, self.book)
         self._exchange(b"ready")  # no rank may write into counters that their owner is still clearing
         cuda.be_patient(self.timeout_s + _BEYOND_TIMEOUT_S)
-        self.watchdog = Watchdog(self.control, self.host, self.book, rank, self.timeout_s, self.rail, self.order)
+        #: Of the first rank of each host, if there are several; the others are compared with that one.
+        self.host_order: HostOrder | None = None
+        if board is not None and rank == self.host.host[0] and len(self.host.host) < ranks:
+            self.host_order = HostOrder(self.host, self.book, board)
+        orders = [o for o in (self.order, self.host_order) if o is not None]
+        self.watchdog = Watchdog(self.control, self.host, self.book, rank, self.timeout_s, self.rail, orders)
 
     def add_slot(self, nbytes: int, part: str) -> DeviceSlot:
         """Make a landing slot of ``nbytes`` on every rank, counted as ``part``."""
@@ -176,15 +184,27 @@ class CudaEngine:
         """Stop the watchdog and let go of the memory.
 
         With a rail, all ranks do so, and it waits for what the device has been given, which the watchdog bounds.
+
+        Raises:
+            TideMismatchError: the last calls were not the same on all ranks; everything is released all the same.
         """
         if self.trace is not None:
             self.trace.close()
         if self.rail is not None and not self.watchdog.stopped:
             cuda.settle(self.device, self.timeout_s)
+        different = self._last_look()
         self.watchdog.close()
         if self.rail is not None:
             self.rail.close()
         self.host.close()
+        if different is not None:
+            raise different
+
+    def _last_look(self) -> Failure | None:
+        """What differs in calls that nobody has compared yet, and the watchdog has not found."""
+        different = None if self.host_order is None else self.host_order.close()
+        different = different or self.order.look()
+        return None if different is None or self.watchdog.stopped else self.watchdog.stop(different)
 
     def _share(self, nbytes: int, part: str, everywhere: bool = False) -> SharedAllocation:
         """Memory on every rank, counted as ``part``; ``everywhere``: by multicast too, if the engine has that."""
@@ -253,6 +273,8 @@ class CudaCollective:
         different = engine.order.note(tag)
         if different is not None:
             raise engine.watchdog.stop(different)
+        if engine.host_order is not None:
+            engine.host_order.note(tag)
         counters = self._counters.get(slot)
         if counters is None:
             counters = self._counters[slot] = [engine.book.counter(c, slot) for c in self._encoded.counters]

@@ -14,7 +14,7 @@ from tide_strategies._native import Mapping
 from tide_strategies.errors import TideMismatchError
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
-from tide_strategies.runtime.failure import STOP
+from tide_strategies.runtime.failure import mismatch
 
 #: Calls that a rank may be ahead of another and still be compared with it; a host that far ahead has left many steps
 #: behind without waiting for one result.
@@ -78,7 +78,4 @@ class CallOrder:
 
     def _differ(self, peer: _Peer, number: int) -> TideMismatchError:
         own, other = (self._book.label(n[number % _KEPT] & _LOW) for n in (self._own, peer.noted))
-        return TideMismatchError(
-            f"TIDE: ranks run different collectives: rank {self._rank} is in call {number}, {own}, while rank "
-            f"{peer.rank} is in {other}. Every rank must run the same modules in the same order. {STOP}"
-        )
+        return mismatch(f"rank {self._rank} is in call {number}, {own}, while rank {peer.rank} is in {other}")

@@ -13,14 +13,14 @@ import os
 import select
 import sys
 import threading
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from tide_strategies._native import cuda
 from tide_strategies.errors import TideMismatchError, TidePeerError, TideTimeoutError
 from tide_strategies.runtime import autopsy
 from tide_strategies.runtime.arena import SharedArena
 from tide_strategies.runtime.calls import CallBook
-from tide_strategies.runtime.cuda.order import CallOrder
 from tide_strategies.runtime.cuda.rail import DeviceRail
 from tide_strategies.runtime.failure import PATIENCE, STOP
 
@@ -34,6 +34,13 @@ _ABORT_FAILURE = 1
 Failure = TidePeerError | TideMismatchError
 
 
+class Order(Protocol):
+    """Where what this rank has begun is compared with what others have."""
+
+    def look(self) -> TideMismatchError | None:
+        """The difference, if one is known. Waits for nothing."""
+
+
 class Watchdog:
     """Watches one engine's waits from a thread of its own.
 
@@ -44,7 +51,7 @@ class Watchdog:
         rank: this rank.
         timeout_s: how long a wait on the device may last.
         rail: what may be blocked beside the waits of ``control``, and is told when this rank stops.
-        order: what ranks have begun, which has to be the same.
+        orders: where ranks compare what they have begun.
     """
 
     def __init__(
@@ -55,9 +62,9 @@ class Watchdog:
         rank: int,
         timeout_s: float,
         rail: DeviceRail | None = None,
-        order: CallOrder | None = None,
+        orders: Sequence[Order] = (),
     ) -> None:
-        self._control, self._host, self._book, self._rail, self._order = control, host, book, rail, order
+        self._control, self._host, self._book, self._rail, self._orders = control, host, book, rail, orders
         self._rank, self._timeout_s = rank, timeout_s
         self._failure: Failure | None = None
         self._stopping = threading.Lock()
@@ -116,9 +123,10 @@ class Watchdog:
                 f"TIDE: no progress within timeout_s={self._timeout_s:g}: rank {self._rank} waited on its device for "
                 f"peers, and in a call that let nothing else run, so that more is not known. {STOP}"
             )
-        different = None if self._order is None else self._order.look()
-        if different is not None:
-            return different
+        for order in self._orders:
+            different = order.look()
+            if different is not None:
+                return different
         for wait in self._control.overdue(min(_SUSPICIOUS_S, self._timeout_s)):
             if self._dead(wait["writer"]):
                 return TidePeerError(f"TIDE: rank {wait['writer']} is dead: {self._words(wait)}. {STOP}")
