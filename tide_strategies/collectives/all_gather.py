@@ -104,7 +104,7 @@ def all_gather(
     peers = [r for r in topology.node_ranks(rank) if r != rank]
     place = tuple(_place(layout, rank, shard_items, NODE if shared_landing else SELF))
     send = place if shared_landing else tuple(_send(layout, topology, rank, shard_items))
-    copy = (*(Await(VACATED, w, 0) for w in peers), *send, Notify(LANDED))
+    copy: tuple[Op, ...] = (*(Await(VACATED, w, 0) for w in peers), *send, Notify(LANDED))
     streams: dict[str, tuple[Op, ...]]
     if shared_landing:
         streams = {"copy": copy}
