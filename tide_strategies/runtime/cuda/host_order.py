@@ -166,7 +166,7 @@ class HostOrder:
         self._calls = Calls()
         self.note = self._calls.note
         self._published = self._compared = 0
-        self._word: Word | None = None
+        self._ahead: Word | None = None
         self._found: TideMismatchError | None = None
         self._asked: float | None = None  # since when the board has not answered
         self._silent, self._closing = False, threading.Event()
@@ -220,28 +220,29 @@ class HostOrder:
         if own.last > self._published:
             self._board.publish(str(self._rank), own.pack())
             self._published = own.last
-        # A host that is far ahead is remembered until this one gets there: the next word would be farther still.
-        if self._word is None or self._calls.begun >= self._word.first:
-            data = self._board.read(str(self._peer))
-            self._word = None if data is None else Word.parse(data)
+        word = self._ahead or self._read()
         self._asked = None
-        if self._word is not None:
-            same, different = self._calls.compare(self._word)
+        if word is not None:
+            # Too far ahead, it is kept until this host gets there: the next word would be farther still.
+            self._ahead = word if self._calls.begun < word.first else None
+            same, different = self._calls.compare(word)
             self._compared = max(self._compared, same)
             if different:
-                self._found = mismatch(self._words(self._word, different))
+                self._found = mismatch(self._words(word, different))
+
+    def _read(self) -> Word | None:
+        data = self._board.read(str(self._peer))
+        return None if data is None else Word.parse(data)
 
     def _words(self, word: Word, number: int) -> str:
         tag = word.tag(number)
         if tag is None:
             return (
-                f"in call {number} or before, too long ago to tell in which, rank {self._rank} has begun another one "
-                f"than rank {self._peer}, on another host"
+                f"in call {number} or before, too long ago to tell in which, rank {self._rank} began another one than "
+                f"rank {self._peer}, on another host"
             )
         own, other = (self._book.label(t) for t in (self._calls.tag(number), tag))
-        return (
-            f"rank {self._rank} has begun call {number}, {own}, while rank {self._peer}, on another host, began {other}"
-        )
+        return f"rank {self._rank} began call {number}, {own}, while rank {self._peer}, on another host, began {other}"
 
     def _lose(self, why: str) -> None:
         if not self._silent:
