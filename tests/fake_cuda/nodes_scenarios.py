@@ -60,6 +60,7 @@ class Rank:
         multicast=False,
         plan=None,
         host_ranks=0,
+        board=None,
     ):
         self.rank, self.topology, self.device = rank, topology, device
         shapes = layouts(topology.ranks)
@@ -78,6 +79,7 @@ class Rank:
             rail=self.rail,
             multicast=multicast,
             host_ranks=host_ranks,
+            board=board,
         )
         if isinstance(self.rail, MessageRail):
             self.rail.reach(self.engine)

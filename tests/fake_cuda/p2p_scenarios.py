@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch.distributed as dist
+from hosts_scenarios import FOUND_S, INTERVAL_S, SWAPPED, Training
 from nodes_scenarios import SIZES, TIMEOUT_S, Rank, bf16, check_collectives, lost
 from path_scenarios import check_steps
 from ranks import launch, values
@@ -23,6 +24,7 @@ from tide_strategies.collectives.schedule import Item
 from tide_strategies.config import TideConfig
 from tide_strategies.errors import TidePeerError, TideTimeoutError
 from tide_strategies.fsdp2 import connect
+from tide_strategies.fsdp2.board import open_board
 from tide_strategies.runtime.cuda import p2p_rail, p2p_threads
 from tide_strategies.runtime.hosts import Placement
 from tide_strategies.topology import Topology
@@ -34,9 +36,11 @@ p2p_rail._LEAST = p2p_rail._MOST = 192
 def join(exchange, rank, size):
     """The process group that a program has."""
     if not dist.is_initialized():
-        path = exchange(os.path.join(tempfile.mkdtemp(), "store").encode())[0].decode()
-        bound = datetime.timedelta(seconds=60)
-        store = dist.FileStore(path, size)
+        bound, ours = datetime.timedelta(seconds=60), None
+        if rank == 0:
+            ours = dist.TCPStore("127.0.0.1", 0, size, True, bound, wait_for_workers=False)
+        port = int(exchange(str(ours.port if ours else 0).encode())[0])
+        store = ours or dist.TCPStore("127.0.0.1", port, size, False, bound)
         dist.init_process_group("gloo", store=store, timeout=bound, world_size=size, rank=rank)
 
 
@@ -185,6 +189,30 @@ def what_goes_wrong_ends_all_ranks_in_time():
     _wrong_on_the_way()
     words, _ = values(launch(2, _left))
     assert "rank 1 has left (TIDE was closed there, or the program ended): rank 0 " in words, words
+
+
+def _swapped(rank, exchange):
+    """Two hosts of one rank, as a program connects them; host 1 swaps two calls."""
+    join(exchange, rank, 2)
+    placement = Placement(Topology(2, 1), "p2p", "", host_ranks=1)
+    board = open_board(exchange, dist.group.WORLD, placement)
+    interval_s, board.interval_s = board.interval_s, INTERVAL_S
+    found = Training(rank, exchange, (2, 1), board, messages).run(SWAPPED, 1000)
+    exchange(b"ended")  # rank 0 has the store
+    return interval_s, found
+
+
+@scenario
+def hosts_compare_calls_in_the_process_groups_store():
+    """Who finds the difference first tells the other, as a rail of messages can."""
+    ranks = values(launch(2, _swapped))
+    assert [interval_s for interval_s, _ in ranks] == [1.0, 1.0]
+    found = [outcome for _, outcome in ranks]
+    assert "TideMismatchError" in {kind for kind, _, _ in found} <= {"TideMismatchError", "TidePeerError"}, found
+    for _, words, took in found:
+        assert f"began call {2 * SWAPPED + 1}, reduce-scatter of '" in words, words
+        assert ", while rank " in words, words
+        assert took < FOUND_S, found
 
 
 if __name__ == "__main__":

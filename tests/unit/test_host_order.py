@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tide_strategies.config import TideConfig
 from tide_strategies.errors import TideMismatchError
+from tide_strategies.fsdp2 import connect
 from tide_strategies.fsdp2.board import StoreBoard, open_board
 from tide_strategies.runtime.calls import CallBook
-from tide_strategies.runtime.cuda import host_order
+from tide_strategies.runtime.cuda import engine, host_order
 from tide_strategies.runtime.cuda.host_order import Calls, HostOrder, Word
 from tide_strategies.runtime.hosts import Placement
 from tide_strategies.topology import Topology
@@ -268,6 +270,18 @@ def test_one_host_has_no_board() -> None:
         raise AssertionError("nothing is to be agreed")
 
     assert open_board(exchange, None, Placement(Topology(2, 1), "local", "")) is None
+
+
+@pytest.mark.parametrize("host_ranks", [0, 1])
+def test_gpu_engines_of_several_hosts_have_one(host_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "CudaEngine", lambda *_, board, **__: board)
+    monkeypatch.setattr(connect, "_device_rail", lambda *_: None)
+    monkeypatch.setattr(connect.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 512)
+    ranks = SimpleNamespace(rank=lambda: 0, get_group_store=dist.HashStore)
+    placement = Placement(Topology(2, 1), "nccl_rma", "", host_ranks=host_ranks)
+    made = connect.gpu_engine(lambda payload: [payload], ranks, TideConfig(), placement, 1, {})
+    assert isinstance(made, StoreBoard) is bool(host_ranks)
 
 
 def test_without_a_store_the_log_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
