@@ -24,13 +24,15 @@ from tide_strategies.runtime.cuda import host_order, watchdog
 from tide_strategies.runtime.cuda.group import CudaGroup
 from tide_strategies.topology import Topology
 
-INTERVAL_S = 0.2
+INTERVAL_S = 0.1
 #: Published and read, one after the other, and found by the watchdog; and what a busy machine takes for that.
 FOUND_S = 2 * INTERVAL_S + watchdog._POLL_S + 3.0
 #: Of the last comparison, and of the end of a thread that does not come back.
 host_order._LAST_S, host_order._END_S = 1.0, 0.3
 #: Turns of two reductions each, and the one that host 1 does the other way round.
-TURNS, SWAPPED = 12, 4
+TURNS, SWAPPED = 8, 3
+#: More turns than what is found takes.
+LONG = 200
 
 
 @dataclass
@@ -88,13 +90,15 @@ class Training:
         self.groups = [CudaGroup(self.here.engine, name, *made) for name in ("left", "right")]
         for group in self.groups:
             group.prepare(tuple(range(len(layout.params))), Item.BF16, Item.F32)
-        self.gradients = [bf16(np.ones((s.rows, s.row_items))) for s in layout.params]
+        self.gradients = self.here.placed([bf16(np.ones((s.rows, s.row_items))) for s in layout.params])
+        self.streams = [self.here.stream(name) for name in ("push", "sum", "network")]
         self.output = memory(layout.output_items * 4, rank % 2)
         exchange(b"begin")
 
     def turn(self, swapped):
         for group in self.groups[:: -1 if swapped else 1]:
-            self.here.reduce(group, self.gradients, self.output, Item.F32, 1.0)
+            which = tuple(range(len(self.gradients)))
+            group.reduce_scatter(which, Item.BF16, Item.F32, self.gradients, self.output.address, 1.0, self.streams)
 
     def run(self, swapped=-1, turns=TURNS):
         """Train; the error's name and words, and how long after the swapped turn it came."""
@@ -137,7 +141,7 @@ def _all(rank, exchange, shape, folder):
         # All of it is over before the first words are published.
         found["at the end"] = Training(rank, exchange, shape, board_of(Folder, "end", 60.0)).run(TURNS - 1)
     found["log"], said.lines = said.lines, []
-    found["swapped"] = Training(rank, exchange, shape, board_of(Folder, "swapped")).run(SWAPPED, 1000)
+    found["swapped"] = Training(rank, exchange, shape, board_of(Folder, "swapped")).run(SWAPPED, LONG)
     found["said of swapped"] = said.lines
     exchange(b"ended")
     return found

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch.distributed as dist
-from hosts_scenarios import FOUND_S, INTERVAL_S, SWAPPED, Training
+from hosts_scenarios import FOUND_S, INTERVAL_S, LONG, SWAPPED, Training
 from nodes_scenarios import SIZES, TIMEOUT_S, Rank, bf16, check_collectives, lost
 from path_scenarios import check_steps
 from ranks import launch, values
@@ -197,7 +197,7 @@ def _swapped(rank, exchange):
     placement = Placement(Topology(2, 1), "p2p", "", host_ranks=1)
     board = open_board(exchange, dist.group.WORLD, placement)
     interval_s, board.interval_s = board.interval_s, INTERVAL_S
-    found = Training(rank, exchange, (2, 1), board, messages).run(SWAPPED, 1000)
+    found = Training(rank, exchange, (2, 1), board, messages).run(SWAPPED, LONG)
     exchange(b"ended")  # rank 0 has the store
     return interval_s, found
 

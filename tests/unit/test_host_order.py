@@ -17,6 +17,8 @@ from tide_strategies.config import TideConfig
 from tide_strategies.errors import TideMismatchError
 from tide_strategies.fsdp2 import connect
 from tide_strategies.fsdp2.board import StoreBoard, open_board
+from tide_strategies.fsdp2.handle import TideHandle
+from tide_strategies.fsdp2.install import Installation
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda import engine, host_order
 from tide_strategies.runtime.cuda.host_order import Calls, HostOrder, Word
@@ -290,3 +292,24 @@ def test_without_a_store_the_log_says_so(monkeypatch: pytest.MonkeyPatch, caplog
         assert open_board(lambda payload: [payload], SimpleNamespace(), placement) is None
     (record,) = caplog.records
     assert "calls are not compared between hosts (AttributeError" in record.getMessage()
+
+
+def test_what_is_found_at_the_end_leaves_nothing_open() -> None:
+    closed = []
+
+    def closes(name: str) -> None:
+        closed.append(name)
+        if name == "first":
+            raise TideMismatchError("calls differ")
+
+    engines = [SimpleNamespace(close=lambda n=n: closes(n)) for n in ("first", "second")]
+    installation = object.__new__(Installation)
+    installation.groups, installation.engines, installation.plans = [], list(engines), []
+    handle = TideHandle(TideConfig())
+    handle._installations += [installation, SimpleNamespace(close=lambda: closes("another"))]
+    with pytest.raises(TideMismatchError, match="calls differ"):
+        handle.close()
+    assert closed == ["first", "second", "another"]
+    assert not handle.installed
+    assert installation.engines == []
+    handle.close()

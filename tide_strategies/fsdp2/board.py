@@ -57,7 +57,7 @@ def open_board(exchange: Exchange, ranks: dist.ProcessGroup, placement: Placemen
         return None
     name = str(exchange_json(exchange, secrets.token_hex(16))[0])
     try:
-        # A rank may be in several groups, but the first of its host in few.
+        # All ranks of the job: where groups have one rank on each host, every rank publishes.
         return StoreBoard(ranks.get_group_store(), name, dist.get_world_size())
     except (AttributeError, RuntimeError) as e:  # the first: a torch that keeps its store to itself
         _log.warning("TIDE: calls are not compared between hosts (%s: %s)", type(e).__name__, e)

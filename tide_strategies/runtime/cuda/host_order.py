@@ -3,8 +3,8 @@
 The ranks of a host compare what they begin in memory that they share (``order.py``). Between hosts nothing that is
 enqueued tells: a rail brings bytes and signals, whichever call they are of, and two hosts that differ could both come
 to an end, with wrong parameters. So the first rank of each host keeps a digest of all that it has begun, and a thread
-of its own publishes it now and then on a board, and reads that of the next host. A call costs a checksum of four bytes;
-everything else is beside the training, and what is found is found up to two intervals later.
+of its own publishes it now and then on a board, and reads that of the next host. A call costs a checksum of four bytes
+(a third of a microsecond); everything else is beside the training, and what is found is found up to two intervals later.
 
 The board is another program's service (the process group's store), which may fail or not answer. Then calls are no
 longer compared, which the log says once; nothing else depends on it.
@@ -164,12 +164,13 @@ class HostOrder:
         self._host, self._book, self._board = host, book, board
         self._rank, self._peer = host.rank, (host.host[-1] + 1) % host.size
         self._calls = Calls()
+        #: Takes note of the next call, given its tag.
         self.note = self._calls.note
         self._published = self._compared = 0
         self._ahead: Word | None = None
         self._found: TideMismatchError | None = None
         self._asked: float | None = None  # since when the board has not answered
-        self._silent, self._closing = False, threading.Event()
+        self._told, self._closing = False, threading.Event()
         self._thread = threading.Thread(target=self._run, name="tide-host-order", daemon=True)
         self._thread.start()
         # A thread that is within the board's code when the interpreter finalises could end the process with an abort.
@@ -245,12 +246,16 @@ class HostOrder:
         return f"rank {self._rank} began call {number}, {own}, while rank {self._peer}, on another host, began {other}"
 
     def _lose(self, why: str) -> None:
-        if not self._silent:
-            self._silent = True
+        if not self._told:
+            self._told = True
             _log.warning(
                 "TIDE: rank %d cannot compare its calls with those of rank %d, on another host, beyond call %d of %d "
                 "(%s). Training goes on; should the hosts begin different collectives from now on, they are not told.",
-                *(self._rank, self._peer, self._compared, self._calls.begun, why),
+                self._rank,
+                self._peer,
+                self._compared,
+                self._calls.begun,
+                why,
             )
 
     def _at_exit(self) -> None:
