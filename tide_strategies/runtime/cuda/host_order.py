@@ -3,8 +3,8 @@
 The ranks of a host compare what they begin in memory that they share (``order.py``). Between hosts nothing that is
 enqueued tells: a rail brings bytes and signals, whichever call they are of, and two hosts that differ could both come
 to an end, with wrong parameters. So the first rank of each host keeps a digest of all that it has begun, and a thread
-of its own publishes it now and then on a board, and reads that of the next host. A call costs a checksum of four bytes
-(a third of a microsecond); everything else is beside the training, and what is found is found up to two intervals later.
+of its own publishes it now and then on a board, and reads that of the next host. A call costs a checksum of four bytes,
+a third of a microsecond; all else is beside the training, and what differs is known up to two intervals later.
 
 The board is another program's service (the process group's store), which may fail or not answer. Then calls are no
 longer compared, which the log says once; nothing else depends on it.
