@@ -59,7 +59,7 @@ def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def _job(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Stock; calibrated; from the cache; whichever is faster here; with stock made to look faster for some groups, then for all; HSDP."""
+    """Stock; calibrated; from the cache; whichever is faster here; stock made faster for some, then for all; HSDP."""
     out: dict[str, Any] = {}
     stock = _trained(rank, world, None)
     plain = _trained(rank, world, {"plan": "tide", "timeout_s": 30})

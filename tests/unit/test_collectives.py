@@ -18,11 +18,15 @@ booleans = st.booleans()
 
 
 @settings(max_examples=60, deadline=None)
-@given(layouts, st.sampled_from([1, 2, 3]), booleans, booleans, booleans)
-def test_all_gather_lands_every_shard_and_never_overwrites_one_in_use(layout, slots, shared, again, interleave) -> None:
+@given(layouts, st.sampled_from([1, 2, 3]), booleans, booleans, booleans, booleans)
+def test_all_gather_lands_every_shard_and_never_overwrites_one_in_use(
+    layout, slots, cast, shared, again, interleave
+) -> None:
     story = Story(Topology(1, layout.ranks), interleave=interleave, shared_landing=shared)
-    for call in range(4):  # fp32 shards, cast where the landing has items of two bytes
-        gathered = story.gather(layout, [Item.F32] * len(layout.params), call % slots)
+    # fp32 shards, cast where the landing has items of two bytes; or shards that are as in the landing
+    items = [Item.F32 if cast else Item.of_size(p.itemsize) for p in layout.params]
+    for call in range(4):
+        gathered = story.gather(layout, items, call % slots)
         story.use(gathered)
         story.vacate(gathered)
         if again:  # what is still there is used again: the next all-gather has to wait for that, too
@@ -31,6 +35,12 @@ def test_all_gather_lands_every_shard_and_never_overwrites_one_in_use(layout, sl
             story.vacate(reused)
     story.run()
     assert story.checked == 4 * (1 + again) * layout.ranks
+
+
+def test_peers_are_sent_to_before_own_copies_unless_it_is_the_cast_that_is_sent() -> None:
+    layout = GroupLayout((ParamShape(4, 2, 2), ParamShape(4, 2, 4)), 2)
+    for items, first in (([Item.RAW2, Item.RAW4], "copy"), ([Item.F32, Item.F32], "cast")):
+        assert next(iter(all_gather(layout, Topology(1, 2), 0, items, shared_landing=False).streams)) == first
 
 
 @settings(max_examples=80, deadline=None)

@@ -102,10 +102,16 @@ def all_gather(
         if item.size != shape.itemsize and (item, shape.itemsize) not in _CAST:
             raise ValueError(f"no cast from a shard of {item.value} to landing items of {shape.itemsize} bytes")
     peers = [r for r in topology.node_ranks(rank) if r != rank]
-    place = list(_place(layout, rank, shard_items, NODE if shared_landing else SELF))
-    send = place if shared_landing else list(_send(layout, topology, rank, shard_items))
-    streams: dict[str, tuple[Op, ...]] = {} if shared_landing else {"cast": tuple(place)}
-    streams["copy"] = (*(Await(VACATED, w, 0) for w in peers), *send, Notify(LANDED))
+    place = tuple(_place(layout, rank, shard_items, NODE if shared_landing else SELF))
+    send = place if shared_landing else tuple(_send(layout, topology, rank, shard_items))
+    copy: tuple[Op, ...] = (*(Await(VACATED, w, 0) for w in peers), *send, Notify(LANDED))
+    streams: dict[str, tuple[Op, ...]]
+    if shared_landing:
+        streams = {"copy": copy}
+    elif _casts(layout, shard_items):
+        streams = {"cast": place, "copy": copy}
+    else:  # links are slower than memory, and giving a device many copies takes time too: peers' begin first
+        streams = {"copy": copy, "cast": place}
     streams["completion"] = tuple(Await(LANDED, w, 1) for w in peers)
     streams["readiness"] = (Notify(VACATED),)
     return Schedule(
@@ -115,6 +121,10 @@ def all_gather(
         streams=streams,
         advance={(c, w): 1 for c in (VACATED, LANDED) for w in topology.node_ranks(rank)},
     )
+
+
+def _casts(layout: GroupLayout, shard_items: Sequence[Item]) -> bool:
+    return any(item.size != shape.itemsize for shape, item in zip(layout.params, shard_items, strict=True))
 
 
 def _place(layout: GroupLayout, rank: int, shard_items: Sequence[Item], at: int) -> Iterator[Copy]:

@@ -105,7 +105,7 @@ class Story:
             calls.append(call)
             streams = [s for s in schedule.streams if s not in ("completion", "readiness")]
             # The caller's own, before it lets the others begin, where it casts into its landing.
-            if self.topology.nodes == 1 and streams[0] == "cast" and not self.multicast:
+            if streams[0] == "cast" and self.topology.nodes == 1 and not self.multicast:
                 self._caller(rank).append(Do(call, streams.pop(0)))
             self._issue(rank, call, streams, "gather")
             self._issue(rank, call, ["completion"] if not self.interleave else [], "gather", after=False)
@@ -129,6 +129,8 @@ class Story:
                 steps.append(Do(call, "completion"))
             else:
                 ends = [s for s in call.schedule.streams if s in ("copy", "completion")]
+                if self._places_beside(call.schedule):
+                    ends.append("cast")
                 steps += [Join(("end", gathered.number, s)) for s in ends]
             steps.append(Act(partial(self._check_gathered, gathered, rank)))
 
@@ -201,6 +203,10 @@ class Story:
 
     def _caller(self, rank: int) -> list[Step]:
         return self._threads[rank, "caller"]
+
+    def _places_beside(self, gather: Schedule) -> bool:
+        """Whether own shards are copied to the own landing beside those to peers, as where nothing is cast."""
+        return self.topology.nodes == 1 and next(iter(gather.streams)) == "copy" and "cast" in gather.streams
 
     def _issue(self, rank: int, call: Call, streams: Iterable[str], kind: str, *, after: bool = True) -> None:
         if self.interleave:
