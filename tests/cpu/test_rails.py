@@ -170,7 +170,7 @@ def test_why_a_rank_stops_reaches_the_other_nodes(lost: list[RankResult]) -> Non
     """Nobody on the node that slept has waited for so long."""
     kind, words, _ = lost[2].value["a node sleeps, messages"]
     assert kind == "TidePeerError"
-    assert re.search(r"rank [01] stopped first: TIDE: no progress within timeout_s=3", words), words
+    assert re.search(rf"rank [01] stopped first: TIDE: no progress within timeout_s={TIMEOUT_S:g}: ", words), words
 
 
 def _on_hosts(rank: int, world: int, host_of: list[int]) -> tuple[Any, list[float], dict[str, torch.Tensor], list[str]]:
