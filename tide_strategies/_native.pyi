@@ -321,6 +321,9 @@ class cuda:
             """Where it begins, for the host; valid while this object lives."""
         @property
         def bytes(self) -> int: ...
+        @property
+        def pinned_bytes(self) -> int:
+            """All of it, words too."""
         def fetch(self, offset: int, source: int, bytes: int, stream: int) -> None:
             """Copy from device memory to byte ``offset``."""
         def store(self, target: int, offset: int, bytes: int, stream: int) -> None:
@@ -370,6 +373,9 @@ class cuda:
         def rank(self) -> int: ...
         @property
         def counters(self) -> int: ...
+        @property
+        def pinned_bytes(self) -> int:
+            """Pinned host memory: the record, copies of the cells, and the cells themselves where they are there."""
         def outstanding(self) -> int:
             """Runs of waits that the device was given and has not finished."""
         def overdue(self, seconds: float) -> list[dict[str, Any]]:

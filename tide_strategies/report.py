@@ -126,7 +126,10 @@ class TideReport:
     Args:
         installed: whether the first forward has installed TIDE (before it, ``groups`` is empty).
         status: one line in words.
-        arena_bytes: bytes of shared memory by part ("ring", "pinned", "staging", "control"), counted once a node.
+        arena_bytes: bytes of shared memory by part ("ring", "pinned" for groups that stay unsharded, "staging",
+            "control"), counted once a node.
+        pinned_bytes: bytes of pinned host memory of this rank by part, of messages between GPU nodes (rail "p2p"):
+            "stage" and "inbox" for what peers send, "pieces" for what is sent, "control" for cells; else empty.
         groups: one entry per parameter group, in module order.
         plans: one entry per process group whose groups run on TIDE's path.
         exposed: of GPU ranks; None on CPU ranks, where all of the collectives' time is exposed.
@@ -135,6 +138,7 @@ class TideReport:
     installed: bool
     status: str
     arena_bytes: dict[str, int] = field(default_factory=dict)
+    pinned_bytes: dict[str, int] = field(default_factory=dict)
     groups: tuple[GroupReport, ...] = ()
     plans: tuple[PlanReport, ...] = ()
     exposed: ExposedStats | None = None
@@ -174,9 +178,10 @@ class TideReport:
 
     def __str__(self) -> str:
         lines = [f"TIDE: {self.status}"]
-        if self.arena_bytes:
-            parts = ", ".join(f"{k} {v / 2**20:.1f} MiB" for k, v in self.arena_bytes.items())
-            lines.append(f"  shared memory of this node: {parts}")
+        memory = {"shared memory of this node": self.arena_bytes, "pinned host memory of this rank": self.pinned_bytes}
+        for what, by_part in memory.items():
+            if by_part:
+                lines.append(f"  {what}: " + ", ".join(f"{k} {v / 2**20:.1f} MiB" for k, v in by_part.items()))
         lines += self._placements()
         lines += [f"  {plan}" for plan in self.plans]
         if self.exposed is not None and self.exposed.sampled:

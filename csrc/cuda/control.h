@@ -56,6 +56,10 @@ class Control {
   uint32_t ranks() const { return ranks_; }
   uint32_t rank() const { return rank_; }
   uint32_t counters() const { return counters_; }
+  // Host memory that the device reaches: records, copies of the cells, and the cells themselves where they are there.
+  size_t pinned_bytes() const {
+    return records_.bytes() + snapshot_.bytes() + image_.bytes() + (cells_ != nullptr ? cells_->bytes() : 0);
+  }
   uint64_t id() const { return id_; }  // differs between all controls of the process
   bool reaches(int64_t reader) const { return reader == rank_ || peers_[static_cast<size_t>(reader)] != nullptr; }
 

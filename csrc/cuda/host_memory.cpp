@@ -36,8 +36,10 @@ bool word_comes_to(const uint32_t* word, uint32_t value, double seconds) {
 
 HostMemory::HostMemory(int64_t device, int64_t bytes, int64_t marks)
     : device_(Device::get(device)), bytes_(bytes), n_marks_(marks),
-      page_(device_, within("bytes", bytes, 1, kMostBytes)),
-      marks_(device_, 4 * within("marks", marks, 0, kMostMarks) + 4) {}
+      page_(device_, within("bytes", bytes, 1, kMostBytes)) {
+  const size_t words = within("marks", marks, 0, kMostMarks);
+  if (words > 0) marks_.emplace(device_, 4 * words);
+}
 
 HostMemory::~HostMemory() {
   bool through = false;
@@ -48,7 +50,7 @@ HostMemory::~HostMemory() {
   }
   if (through) return;
   page_.keep_for_good();
-  marks_.keep_for_good();
+  if (marks_) marks_->keep_for_good();
 }
 
 const uint8_t* HostMemory::at(int64_t offset, int64_t bytes) const {
@@ -75,7 +77,7 @@ void HostMemory::mark(int64_t index, uint32_t value, uint64_t stream) {
   between("index", index, 0, n_marks_ - 1);
   MemOp op{};
   op.operation = kWriteValue32;
-  op.address = marks_.device_address() + static_cast<uint64_t>(index) * 4;
+  op.address = marks_->device_address() + static_cast<uint64_t>(index) * 4;
   op.value64 = value;
   op.flags = kWriteDefault;
   const StreamHandle on = own_stream(stream);
@@ -85,7 +87,7 @@ void HostMemory::mark(int64_t index, uint32_t value, uint64_t stream) {
 
 bool HostMemory::marked(int64_t index, uint32_t value, double seconds) const {
   between("index", index, 0, n_marks_ - 1);
-  return word_comes_to(marks_.words() + index, value, seconds);
+  return word_comes_to(marks_->words() + index, value, seconds);
 }
 
 }  // namespace tide::cuda

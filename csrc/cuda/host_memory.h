@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "memory.h"
 
@@ -21,6 +22,7 @@ class HostMemory {
 
   uint64_t address() const { return reinterpret_cast<uint64_t>(page_.words()); }
   int64_t bytes() const { return bytes_; }
+  size_t pinned_bytes() const { return page_.bytes() + (marks_ ? marks_->bytes() : 0); }
 
   // Copies from device memory to byte `offset` here, or from there to device memory. Return at once.
   void fetch(int64_t offset, uint64_t source, int64_t bytes, uint64_t stream);
@@ -35,7 +37,8 @@ class HostMemory {
 
   Device& device_;
   int64_t bytes_, n_marks_;
-  HostPage page_, marks_;
+  HostPage page_;
+  std::optional<HostPage> marks_;
 };
 
 }  // namespace tide::cuda

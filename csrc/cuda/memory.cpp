@@ -89,7 +89,7 @@ void Window::unmap() {
   shown_.reset();
 }
 
-HostPage::HostPage(Device& device, size_t bytes) : device_(device) {
+HostPage::HostPage(Device& device, size_t bytes) : device_(device), bytes_(bytes) {
   const Current current(device_);
   check(api().MemHostAlloc(&host_, bytes, kHostAllocPortable | kHostAllocDeviceMap), "cuMemHostAlloc");
   std::memset(host_, 0, bytes);

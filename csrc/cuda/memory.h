@@ -83,12 +83,14 @@ class HostPage {
   HostPage& operator=(const HostPage&) = delete;
 
   uint32_t* words() const { return static_cast<uint32_t*>(host_); }
+  size_t bytes() const { return bytes_; }
   DevicePtr device_address() const { return device_address_; }
   // To be called when the device may still write it: it is then never given back.
   void keep_for_good() { host_ = nullptr; }
 
  private:
   Device& device_;
+  size_t bytes_;
   void* host_ = nullptr;
   DevicePtr device_address_ = 0;
 };

@@ -167,6 +167,7 @@ void bind_memory(nb::module_& m) {
       .def(nb::init<int64_t, int64_t, int64_t>(), "device"_a, "bytes"_a, "marks"_a = 0, Released())
       .def_prop_ro("address", &HostMemory::address)
       .def_prop_ro("bytes", &HostMemory::bytes)
+      .def_prop_ro("pinned_bytes", &HostMemory::pinned_bytes)
       .def("fetch", &HostMemory::fetch, "offset"_a, "source"_a, "bytes"_a, "stream"_a, Released())
       .def("store", &HostMemory::store, "target"_a, "offset"_a, "bytes"_a, "stream"_a, Released())
       .def("mark", &HostMemory::mark, "index"_a, "value"_a, "stream"_a, Released())
@@ -217,6 +218,7 @@ void bind_control(nb::module_& m) {
       .def_prop_ro("ranks", [](const ControlHandle& c) { return c.it->ranks(); })
       .def_prop_ro("rank", [](const ControlHandle& c) { return c.it->rank(); })
       .def_prop_ro("counters", [](const ControlHandle& c) { return c.it->counters(); })
+      .def_prop_ro("pinned_bytes", [](const ControlHandle& c) { return c.it->pinned_bytes(); })
       .def("outstanding", [](const ControlHandle& c) { return c.it->outstanding(); }, Released())
       .def("overdue", [](const ControlHandle& c, double seconds) {
         std::vector<OverdueWait> found;

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import subprocess
 import threading
 import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from harness import launch, launch_raw
+import torch.distributed as dist
+from harness import RankResult, launch, launch_raw
 from models import BF16, Case, batch, build, full_parameters, train
 
 from tide_strategies import apply_tide
@@ -65,43 +67,110 @@ def test_training_over_messages_has_the_bits_of_shared_memory(topology: str, cas
         assert same == [True] * cases
 
 
-def _lost(rank: int, world: int, how: str) -> None:
-    model = build(Case("lost", policy=BF16), world)
-    apply_tide(model, {"timeout_s": 4, "topology": "2x2", "rail": "p2p"})
-    for step in range(4):
-        if step == 2 and rank == 3:
-            pid = os.getpid()
-            if how == "stopped":  # like a host whose network is cut, it keeps its connections; ended for the harness
-                subprocess.Popen(["sh", "-c", f"sleep 8; kill -KILL {pid}"])
-            os.kill(pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-        model(batch(step, rank)).sum().backward()
+#: What becomes of ranks, and whether nodes share memory or send messages. Stopped ranks, like a host whose network is
+#: cut, keep their connections; the threads of those asleep go on. Nobody comes after who is killed.
+LOST = {
+    "a rank stops": ("local", (3,)),
+    "a rank stops, messages": ("p2p", (3,)),
+    "a node sleeps, messages": ("p2p", (2, 3)),
+    "a rank is killed, messages": ("p2p", (3,)),
+}
+#: A wait looks for the dead, and for who has given up, ten times a second. The rest is for a machine that is busy: less
+#: than the timeout, so that to wait for that twice, or at all for a rank that was killed, takes too long.
+TIMEOUT_S, LOOK_S, BUSY_S = 3.0, 0.1, 2.5
+#: How a rank says what it waits for.
+WAIT = re.compile(
+    r"rank (\d) in (?:all-gather|reduce-scatter) of '[^']+'.*? \(operation \d+\) "
+    r"awaits counter \w+\[\d\] of rank (\d): expected (\d+), seen (\d+)"
+)
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_lost_rank_ends_the_ranks_of_every_node_and_is_named(how: str) -> None:
-    results = launch_raw(4, _lost, how, timeout=60)
-    assert results[3].exit_code == -signal.SIGKILL
-    # A stopped process is only known by its silence. (TideTimeoutError is a TidePeerError.)
-    allowed = ["TidePeerError"] if how == "killed" else ["TidePeerError", "TideTimeoutError"]
-    for r in results[:3]:
-        assert r.error_type in allowed, r.error
-    assert any("rank 3" in str(r.error) for r in results[:3])
+def _lose(rank: int, world: int, folder: str) -> dict[str, tuple[str, str, float]]:
+    """Train until some do no more, in each of these ways: what this rank is told, and how long after the step began."""
+    pids: list[int] = [0] * world
+    dist.all_gather_object(pids, os.getpid())
+    out = {}
+    for what, (rail, lost) in LOST.items():
+        marks = {r: Path(folder, f"{what} {r}") for r in range(world)}  # that a rank was told
+        others = [mark for r, mark in marks.items() if r not in lost]
+        model = build(Case("lost", policy=BF16), world)
+        handle = apply_tide(model, {"plan": "tide", "timeout_s": TIMEOUT_S, "topology": "2x2", "rail": rail})
+        error, begun = None, 0.0
+        try:
+            for step in range(3):
+                begun = time.monotonic()
+                if step == 2 and rank in lost:
+                    _do_no_more(what, others)
+                model(batch(step, rank)).sum().backward()
+        except Exception as e:
+            error = e
+        out[what] = type(error).__name__, str(error), time.monotonic() - begun
+        marks[rank].touch()
+        if "killed" in what:
+            break  # there is one rank less
+        if "stops" in what and rank == 0:
+            _await(others)
+            for r in lost:
+                os.kill(pids[r], signal.SIGCONT)
+        handle.close()
+        dist.barrier()
+    return out
 
 
-def _failing(rank: int, world: int, _: None) -> None:
-    model = build(Case("words", policy=BF16), world)
-    apply_tide(model, {"timeout_s": 3, "topology": "2x2", "rail": "p2p"})
-    for step in range(3):
-        if step == 2 and rank == 1:
-            time.sleep(7)  # late for everybody; those who notice first tell the others why
-        model(batch(step, rank)).sum().backward()
+def _do_no_more(what: str, others: list[Path]) -> None:
+    if "sleeps" in what:
+        _await(others)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL if "killed" in what else signal.SIGSTOP)
 
 
-def test_why_a_rank_stops_reaches_the_other_nodes() -> None:
-    results = launch_raw(4, _failing, timeout=60)
-    assert all(r.error is not None for r in results)
-    told = [r for r in results if "stopped first: TIDE: no progress within timeout_s=3" in str(r.error)]
-    assert told, [r.error for r in results]
+def _await(marks: list[Path]) -> None:
+    deadline = time.monotonic() + 3 * TIMEOUT_S
+    while not all(mark.exists() for mark in marks):
+        assert time.monotonic() < deadline, f"they have not ended: {marks}"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def lost(tmp_path_factory: pytest.TempPathFactory) -> list[RankResult]:
+    return launch_raw(4, _lose, str(tmp_path_factory.mktemp("lost")), timeout=100)
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_every_rank_ends_in_time_and_waits_lead_to_who_is_lost(lost: list[RankResult], what: str) -> None:
+    """A rank that waits for one that itself waits may be the first to give up, and all hear what it has to say."""
+    _, gone = LOST[what]
+    killed, waits = "killed" in what, {}
+    assert lost[3].exit_code == -signal.SIGKILL
+    for rank in {*range(4)} - {*gone}:
+        assert lost[rank].error is None, lost[rank].error
+        kind, words, took = lost[rank].value[what]
+        assert took < LOOK_S + BUSY_S + (0 if killed else TIMEOUT_S), words
+        if killed:
+            assert kind == "TidePeerError", words
+            assert re.search(r"rank 3 (is dead|cannot be reached any more)", words), words
+        else:
+            assert kind in ("TidePeerError", "TideTimeoutError"), words
+            assert f"TIDE: no progress within timeout_s={TIMEOUT_S:g}: rank " in words, words
+            assert took >= TIMEOUT_S or kind == "TidePeerError", "only who is told may end before that"
+        own = {int(w[2]) for w in WAIT.finditer(words) if int(w[1]) == rank and int(w[4]) < int(w[3])}
+        if own:
+            (waits[rank],) = own
+        else:  # it had not come to wait when it was told
+            assert f"rank {rank} at the beginning of " in words, words
+    assert {*waits.values()} & {*gone}, waits
+    for rank in waits:
+        passed = [rank]
+        while passed[-1] in waits:
+            passed.append(waits[passed[-1]])
+            assert passed.count(passed[-1]) == 1, f"they wait for each other: {waits}"
+
+
+def test_why_a_rank_stops_reaches_the_other_nodes(lost: list[RankResult]) -> None:
+    """Nobody on the node that slept has waited for so long."""
+    kind, words, _ = lost[2].value["a node sleeps, messages"]
+    assert kind == "TidePeerError"
+    assert re.search(rf"rank [01] stopped first: TIDE: no progress within timeout_s={TIMEOUT_S:g}: ", words), words
 
 
 def _on_hosts(rank: int, world: int, host_of: list[int]) -> tuple[Any, list[float], dict[str, torch.Tensor], list[str]]:

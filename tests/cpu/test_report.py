@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -88,6 +89,11 @@ def _report(rank: int, world: int, traces: str) -> dict[str, Any]:
         out[cache] = {"report": report.to_dict(), "text": str(report), "elapsed": elapsed}
         train(model, CASE, rank)
         out[cache]["again"], out[cache]["spans"] = handle.report().to_dict(), spans
+        if cache == "off":  # as on GPUs that messages connect
+            engine = handle._installations[0].engines[0]
+            with mock.patch.object(engine, "pinned_by_part", return_value={"stage": 3 << 20, "pieces": 1 << 19}):
+                railed = handle.report()
+            out["pinned"] = railed.to_dict()["pinned_bytes"], str(railed)
         assert report.to_dict() == out[cache]["report"], "a report does not change after it was made"
         out["expected"] = _expected(model, world)
         handle.close()
@@ -186,6 +192,11 @@ def test_shared_memory_is_told_by_part(results: list[dict[str, Any]]) -> None:
         assert arena["staging"] == 2 * 2 * CHUNK  # two ranks, two banks, one sender to each
         assert arena["control"] > 0
         assert arena.keys() == {"control", "ring", "pinned", "staging"}
+        assert result["off"]["report"]["pinned_bytes"] == {}
+        assert "pinned host memory" not in result["off"]["text"]
+        pinned, text = result["pinned"]
+        assert pinned == {"stage": 3 << 20, "pieces": 1 << 19}
+        assert "\n  pinned host memory of this rank: stage 3.0 MiB, pieces 0.5 MiB\n" in text
     assert results[0]["off"]["report"]["arena_bytes"] == results[1]["off"]["report"]["arena_bytes"]
 
 

@@ -36,6 +36,13 @@ EXPORT uint64_t fake_used_memory(int device) {
   std::lock_guard<std::mutex> hold(world().lock);
   return world().used[device];
 }
+// Bytes of the host's memory that this process has pinned.
+EXPORT uint64_t fake_pinned_memory() {
+  std::lock_guard<std::mutex> hold(world().lock);
+  uint64_t bytes = 0;
+  for (const auto& [page, n] : world().pinned) bytes += n;
+  return bytes;
+}
 // A CUfunction that adds as the sum kernel does; dtype 0 is fp32, 1 bf16.
 EXPORT uint64_t fake_sum_function(int staged, int src_dtype, int dst_dtype, int pointers, int null_pointers) {
   auto* f = new FakeFunction{staged, src_dtype, dst_dtype, pointers, null_pointers};

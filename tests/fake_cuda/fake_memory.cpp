@@ -127,10 +127,16 @@ EXPORT Result cuMemHostAlloc(void** p, size_t bytes, unsigned flags) {
   if (flags != (kHostAllocPortable | kHostAllocDeviceMap)) return kInvalidValue;
   *p = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   std::memset(*p, 0xEE, bytes);
+  std::lock_guard<std::mutex> hold(world().lock);
+  world().pinned[*p] = bytes;
   return kSuccess;
 }
 EXPORT Result cuMemFreeHost(void* p) {
   ENTER("cuMemFreeHost");
+  {
+    std::lock_guard<std::mutex> hold(world().lock);
+    world().pinned.erase(p);
+  }
   std::free(p);
   return kSuccess;
 }

@@ -8,29 +8,38 @@ import os
 import re
 import signal
 import tempfile
+import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
+from fakes import FakeKernels
 from hosts_scenarios import FOUND_S, INTERVAL_S, LONG, SWAPPED, Training
 from nodes_scenarios import SIZES, TIMEOUT_S, Rank, bf16, check_collectives, lost
 from path_scenarios import check_steps
 from ranks import launch, values
-from stage import memory, play, scenario, until
+from stage import fake, memory, play, scenario, until
 
 from tide_strategies._native import cuda
+from tide_strategies.cli.plan import arena_of_gpu_ranks, pinned_of_gpu_ranks
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.config import TideConfig
 from tide_strategies.errors import TidePeerError, TideTimeoutError
 from tide_strategies.fsdp2 import connect
 from tide_strategies.fsdp2.board import open_board
-from tide_strategies.runtime.cuda import p2p_rail, p2p_threads
+from tide_strategies.planner import architectures
+from tide_strategies.planner.knobs import unmeasured
+from tide_strategies.planner.memory import Ring
+from tide_strategies.runtime.cuda import p2p_threads, pieces, sum_kernels
 from tide_strategies.runtime.hosts import Placement
 from tide_strategies.topology import Topology
 
 #: So small that most puts go in several pieces.
-p2p_rail._LEAST = p2p_rail._MOST = 192
+AS_EVER = pieces._LEAST, pieces._MOST
+pieces._LEAST = pieces._MOST = 192
 
 
 def join(exchange, rank, size):
@@ -87,6 +96,59 @@ def collectives_and_steps_run_over_messages():
     os.environ["FAKE_CUDA_CONNECTIONS"] = "1"
     os.environ["FAKE_CUDA_BLOCKING"] = "1"
     check_steps([((2, 2), False, None, messages)])
+
+
+class _ConnectedError(Exception):
+    """All memory has been asked for."""
+
+
+def _pinned(rank, exchange, form):
+    """What connecting groups allocates by part, as it says itself; its forecast and the driver's count agree."""
+    pieces._LEAST, pieces._MOST = AS_EVER
+    topology, found = Topology(*form), []
+    join(exchange, rank, topology.ranks)
+    torch.cuda.current_device, sum_kernels.sum_kernels = lambda: rank % 2, FakeKernels
+    groups = [architectures.block(f"block {i}", [(3001, 70), (77,)], 2) for i in range(3)]
+    groups.append(architectures.block("head", [(5000, 90)], 2, resharded=False))
+    knobs = unmeasured("cuda", topology, [g.layout(topology.ranks) for g in groups], chunk_bytes=1 << 16)
+    on_gpu = torch.device("cuda", rank % 2)
+    members = [
+        SimpleNamespace(
+            name=g.name,
+            layout=g.layout(topology.ranks),
+            group=SimpleNamespace(_reshard_after_forward=g.resharded, device=on_gpu),
+        )
+        for g in groups
+    ]
+
+    def connected(engine, members, config, *_):
+        connect._homes(engine, members, config)
+        rails = [t for t in threading.enumerate() if t.name.startswith("tide-rail")]
+        assert len(rails) == 5 * (topology.nodes - 1), rails
+        found.append((engine.bytes_by_part(), engine.pinned_by_part()))
+        of_the_rail = fake.fake_pinned_memory() - before - engine.control.pinned_bytes
+        assert sum(engine.pinned_by_part().values()) == of_the_rail
+        raise _ConnectedError
+
+    connect._device_groups = connected
+    config = TideConfig.from_any({"timeout_s": 20, "reduce_scatter.chunk_bytes": 1 << 16})
+    before = fake.fake_pinned_memory()
+    with pytest.raises(_ConnectedError):
+        connect._connect_devices(exchange, dist.group.WORLD, members, config, knobs, Placement(topology, "p2p", ""))
+    ((arena, pinned),) = found
+    forecast = arena_of_gpu_ranks(groups, topology, knobs=knobs, ring=Ring(), mode="in_place", multicast=False)
+    assert arena == forecast
+    assert pinned == pinned_of_gpu_ranks(groups, topology, forecast, Ring())
+    assert (pinned["stage"], pinned["inbox"]) == (arena["stage"], arena["inbox"])
+    return pinned["pieces"]
+
+
+@scenario
+def pinned_memory_is_what_is_forecast_to_the_byte():
+    """Of nodes that send messages: twins of what peers put into, pieces (and a word each) for all peers, cells."""
+    for form, sending in [((2, 1), 32 << 20), ((2, 2), 32 << 20), ((3, 1), 64 << 20)]:
+        words = 4 * 2 * pieces.PIECES * (form[0] - 1)
+        assert set(values(launch(form[0] * form[1], _pinned, form))) == {sending + words}
 
 
 def _lost_rank():

@@ -21,7 +21,7 @@ from tide_strategies.layout import GroupLayout, ParamShape
 from tide_strategies.planner import probes
 from tide_strategies.planner.knobs import choose
 from tide_strategies.planner.rates import H200_PAIR
-from tide_strategies.runtime.cuda import p2p_rail, sum_kernels
+from tide_strategies.runtime.cuda import pieces, sum_kernels
 from tide_strategies.topology import Topology
 
 
@@ -122,7 +122,7 @@ def launched():
 
 def _measure_over_messages(rank, exchange, form):
     """Between ranks that do not reach each other's memory, by messages that are as long as ever."""
-    p2p_rail._LEAST = p2p_rail._MOST = 1 << 16
+    pieces._LEAST = pieces._MOST = 1 << 16
     join(exchange, rank, form[0] * form[1])
     Card.install(rank % 2)
     found = measured(rank, exchange, form, "cuda ranks: push", dist.group.WORLD, rail="p2p")

@@ -30,6 +30,7 @@ MIB = 1 << 20
 fake = ctypes.CDLL(os.environ["TIDE_LIBCUDA"])
 fake.fake_calls.restype = ctypes.c_uint64
 fake.fake_used_memory.restype = ctypes.c_uint64
+fake.fake_pinned_memory.restype = ctypes.c_uint64
 fake.fake_sum_function.restype = ctypes.c_uint64
 fake.fake_land_function.restype = ctypes.c_uint64
 

@@ -224,6 +224,31 @@ def threads_of_the_host_let_streams_go_on():
         host.mark(1, 1, 0)
     with raises(ValueError, "bytes is 0; allowed: 1 to "):
         cuda.HostMemory(0, 0)
+    with raises(ValueError, "marks is -1; allowed: 0 to "):
+        cuda.HostMemory(0, 96, -1)
+
+
+@scenario
+def pinned_memory_of_the_host_is_told_to_the_byte():
+    """What an object says that it pins is what the driver was asked for, and is given back."""
+    own, before = memory(), fake.fake_pinned_memory()
+    makers = {
+        (96, 0): lambda: cuda.HostMemory(0, 96),
+        (96, 2): lambda: cuda.HostMemory(0, 96, 2),
+        "on the device": lambda: cuda.Control(0, 2, 0, 4, own, [None, None]),
+        "on the host": lambda: cuda.Control.in_host_memory(0, 2, 0, 4),
+    }
+    found = {}
+    for what, make in makers.items():
+        made = make()
+        found[what] = fake.fake_pinned_memory() - before
+        assert made.pinned_bytes == found[what], what
+        del made
+        assert fake.fake_pinned_memory() == before, what
+    assert (found[96, 0], found[96, 2]) == (96, 96 + 2 * 4)
+    cells = cuda.Control.control_bytes(2, 4)
+    assert found["on the host"] - found["on the device"] == cells
+    assert found["on the device"] > 2 * cells
 
 
 @scenario

@@ -93,6 +93,7 @@ struct World {
   int devices = 0;
   size_t limit = 0;
   std::map<int, size_t> used;
+  std::map<void*, size_t> pinned;  // of the host
   std::vector<Context*> contexts;
   std::map<void*, std::shared_ptr<Queue>> streams;
   std::vector<std::shared_ptr<Queue>> legacy;

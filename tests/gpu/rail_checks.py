@@ -98,18 +98,19 @@ def train_over(rank: int, world: int, arg: tuple[str, str, list[Case]]) -> dict[
     deterministic()
     out: dict[str, dict[str, Any]] = {}
     for case in cases:
-        results, placed = [], []
+        results, placed, pinned = [], [], []
         for rail in ("local", other):
             model = build(case, world, device="cuda")
             options = {"timeout_s": 30, "strict": True, "topology": topology, "rail": rail, **case.config}
             handle = apply_tide(model, options)
             losses = train(model, case, rank)
-            groups = handle.report().groups
-            placed.append({(g.path, g.topology, g.rail) for g in groups})
+            report = handle.report()
+            placed.append({(g.path, g.topology, g.rail) for g in report.groups})
+            pinned.append(set(report.pinned_bytes))
             results.append((losses, full_parameters(model)))
             torch.cuda.synchronize()
             handle.close()
         (losses, values), (railed, got) = results
         equal = losses == railed and all(torch.equal(got[n], values[n]) for n in values)
-        out[case.name] = {"equal": equal, "losses": len(losses), "placed": placed}
+        out[case.name] = {"equal": equal, "losses": len(losses), "placed": placed, "pinned": pinned}
     return out

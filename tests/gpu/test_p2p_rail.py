@@ -90,6 +90,7 @@ def trained() -> list[dict[str, dict[str, Any]]]:
 def test_training_over_messages_keeps_every_bit(trained, name: str) -> None:
     for rank in trained:
         assert rank[name]["placed"] == [{("tide", "2x1", "local")}, {("tide", "2x1", "p2p")}]
+        assert rank[name]["pinned"] == [set(), {"control", "stage", "inbox", "pieces"}]
         assert rank[name]["losses"] > 0
         assert rank[name]["equal"]
 

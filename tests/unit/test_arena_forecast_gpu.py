@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from tide_strategies.planner import architectures, limits, memory
 from tide_strategies.planner.groups import Group
 from tide_strategies.planner.knobs import unmeasured
 from tide_strategies.runtime.cuda import engine, nccl_rail, sum_kernels
+from tide_strategies.runtime.cuda.pieces import piece_bytes, sending_bytes
 from tide_strategies.runtime.hosts import Placement
 from tide_strategies.topology import Topology
 
@@ -175,7 +177,21 @@ def test_the_command_counts_nodes_to_the_byte_and_says_where_it_no_longer_does(
     ):
         monkeypatch.setattr(limits, "MOST_COUNTED", most)
         assert main(["plan", "wan2.2-14b", "--topology", "2x4"]) == 0
-        assert says in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert says in text
+        # What messages would pin is said beside it: twins of what peers put into, and pieces for one peer.
+        arena, pinned = (
+            dict(re.findall(r"^(\w+) +(\d+) ", part, re.M)) for part in text.split("Pinned host memory for")
+        )
+        assert {k: pinned[k] for k in ("stage", "inbox")} == {k: arena[k] for k in ("stage", "inbox")}
+        assert int(pinned["pieces"]) == sending_bytes(2) == 2 * 4 * ((4 << 20) + 4)
+
+
+def test_pieces_share_their_memory_among_peers_and_stay_long_enough_to_be_worth_a_message() -> None:
+    assert [piece_bytes(nodes) for nodes in (2, 3, 5, 8, 129, 1024)] == [
+        *(4 << 20, 4 << 20, 2 << 20, 1196032, 1 << 16, 1 << 16)
+    ]
+    assert all(sending_bytes(n) <= (64 << 20) + 32 * (n - 1) for n in range(2, 130))
 
 
 @pytest.mark.parametrize(
@@ -192,3 +208,4 @@ def test_the_command_says_which_it_is(words: tuple[str, ...], says: str, capsys:
     text = capsys.readouterr().out
     assert f"(exact, on each GPU, {says})" in text
     assert ("\nstage " in text) == (says == "with multicast")
+    assert "Pinned host memory" not in text, "a node sends no messages"

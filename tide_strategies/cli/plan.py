@@ -24,6 +24,7 @@ from tide_strategies.planner.sizing import rounds_of, solve
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda.group import needed_device_memory
 from tide_strategies.runtime.cuda.multicast import why_unicast
+from tide_strategies.runtime.cuda.pieces import sending_bytes
 from tide_strategies.runtime.group import needed_memory
 from tide_strategies.topology import Topology
 
@@ -158,7 +159,9 @@ def make_plan(
     limits.check_model(model, topology, knobs.chunk_bytes)
     kinds = _kinds(model, topology, rates, options.device, knobs)
     largest = solve(rates, topology, max(output, 1))
-    arena, method = _arena(model, topology, largest.round_width, knobs, options)
+    ring = memory.Ring(slots=options.slots)
+    arena, method = _arena(model, topology, largest.round_width, knobs, ring, options)
+    pinned = pinned_of_gpu_ranks(model.groups, topology, arena, ring) if options.device == "cuda" else {}
     forecast = memory.step(model, topology, arena, mode=options.mode, itemsize=itemsize)
     depth = 0
     if topology.nodes > 1:
@@ -176,6 +179,7 @@ def make_plan(
         "plan": {"mode": options.mode, "outbox_blocks": depth, **asdict(largest), "sum_ctas": kinds[0]["sum_ctas"]},
         "knobs": knobs.to_dict(),
         "arena": {"bytes": arena, "total": sum(arena.values()), "method": method},
+        "pinned_by_messages": {"bytes": pinned, "total": sum(pinned.values())},
         "memory": {k: v for k, v in asdict(forecast).items() if k != "arena"},
         "peak": _peak(forecast, topology, options, footprint),
         "groups": kinds,
@@ -241,6 +245,16 @@ def arena_of_gpu_ranks(
     )
 
 
+def pinned_of_gpu_ranks(
+    groups: Sequence[Group], topology: Topology, arena: dict[str, int], ring: memory.Ring
+) -> dict[str, int]:
+    """Bytes of pinned host memory by part of each GPU's process with this arena, if messages connect the nodes."""
+    if topology.nodes == 1:
+        return {}
+    counters = CallBook(topology, len(groups) + ring.slots).counters
+    return memory.pinned_by_messages(arena, topology, counters=counters, sending=sending_bytes(topology.nodes))
+
+
 def uses_multicast(topology: Topology, stated: str) -> bool:
     """Whether ranks on GPUs of their own, which have multicast, will use it; ``stated`` is auto, on or off."""
     capable = [{"refusal": "", "uuid": str(rank)} for rank in range(topology.ranks)]
@@ -248,10 +262,10 @@ def uses_multicast(topology: Topology, stated: str) -> bool:
 
 
 def _arena(
-    model: Model, topology: Topology, width: int, knobs: Knobs, options: argparse.Namespace
+    model: Model, topology: Topology, width: int, knobs: Knobs, ring: memory.Ring, options: argparse.Namespace
 ) -> tuple[dict[str, int], str]:
-    groups, ranks, ring = model.groups, topology.ranks, memory.Ring(slots=options.slots)
-    if ranks == 1:
+    groups = model.groups
+    if topology.ranks == 1:
         return {}, "one rank has nobody to communicate with"
     if options.device == "cpu":
         parts = arena_of_cpu_ranks(groups, topology, knobs=knobs, ring=ring)
@@ -308,7 +322,8 @@ def _words(plan: dict[str, Any]) -> str:
         *_plan_lines(plan),
         "",
         f"Arena: {gib(plan['arena']['total'])} ({plan['arena']['method']})",
-        table(["part", "bytes", "size"], [(k, v, gib(v)) for k, v in plan["arena"]["bytes"].items()]),
+        _parts(plan["arena"]["bytes"]),
+        *_pinned_lines(plan["pinned_by_messages"]),
         "",
         "Memory of one rank during a step, activations apart",
         _comparison(memo, plan["plan"]["mode"]),
@@ -336,6 +351,17 @@ def _plan_lines(plan: dict[str, Any]) -> Iterable[str]:
         f"{p['sum_ctas']} thread blocks sum, {p['landing_ctas']} land; {chunks};"
     )
     yield f"  {p['outbox_blocks']} outbox blocks a bank; {p['wire_s'] * 1e3:.2f} ms on the wire"
+
+
+def _pinned_lines(pinned: dict[str, Any]) -> Iterable[str]:
+    if pinned["bytes"]:
+        yield ""
+        yield f"Pinned host memory for each GPU, if messages connect the nodes (rail: p2p): {gib(pinned['total'])}"
+        yield _parts(pinned["bytes"])
+
+
+def _parts(by_part: dict[str, int]) -> str:
+    return table(["part", "bytes", "size"], [(k, v, gib(v)) for k, v in by_part.items()])
 
 
 def _comparison(memo: dict[str, int], mode: str) -> str:

@@ -66,6 +66,9 @@ class AnyEngine(Protocol):
     def bytes_by_part(self) -> dict[str, int]:
         """Arena memory by part."""
 
+    def pinned_by_part(self) -> dict[str, int]:
+        """Pinned host memory of the rail by part."""
+
     def close(self) -> None:
         """Release it."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from tide_strategies.collectives.schedule import Item, Schedule
+from tide_strategies.collectives.schedule import Schedule
 from tide_strategies.config import TideConfig
 from tide_strategies.errors import TideArenaError
 from tide_strategies.fsdp2.connect import gpu_engine, instead, place_gpus, without_multicast
@@ -102,7 +102,7 @@ def _runs(engine: CudaEngine, every: Sequence[probes.Probe], source: torch.Tenso
         label = f"measuring {probe.name} {probe.size}"
         collective = engine.collective(probe.schedule, 1, label, functools.partial(schedule_of, number))
         ctas = SUM_CTAS, _FABRIC_CTAS if probe.name == "fabric" else LANDING_CTAS
-        used = set_kernels(engine, collective, kernels, 1, Item.BF16, aligned, ctas)
+        used = set_kernels(engine, collective, kernels, 1, aligned, ctas)
         stream = stream_of.get(probe.name, streams.push)
         out.append(_Run(collective, engine.book.tag(label), stream, source, output, used))
     return out

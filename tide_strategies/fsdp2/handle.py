@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -119,15 +119,18 @@ class TideHandle:
         groups = [g.report() for i in self._installations for g in i.groups]
         if not groups:
             return TideReport(installed=False, status=self._status)
-        arena: dict[str, int] = {}
-        for installation in self._installations:
-            for part, nbytes in installation.arena_bytes().items():
-                arena[part] = arena.get(part, 0) + nbytes
+        engines = [e for i in self._installations for e in i.engines]
         fast = sum(g.path == "tide" for g in groups)
         status = f"{fast} of {len(groups)} groups accelerated"
         plans = tuple(p for i in self._installations for p in i.plans)
         return TideReport(
-            installed=True, status=status, arena_bytes=arena, groups=tuple(groups), plans=plans, exposed=self._exposed()
+            installed=True,
+            status=status,
+            arena_bytes=_total(e.bytes_by_part() for e in engines),
+            pinned_bytes=_total(e.pinned_by_part() for e in engines),
+            groups=tuple(groups),
+            plans=plans,
+            exposed=self._exposed(),
         )
 
     def _exposed(self) -> ExposedStats | None:
@@ -181,3 +184,11 @@ class TideHandle:
         _held.update(self._held)
         # prepend: before FSDP2's own hook, which gathers the root's parameters
         self._hooks[root] = root.register_forward_pre_hook(install, prepend=True)  # type: ignore[attr-defined]
+
+
+def _total(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Bytes by part, of all together."""
+    out: dict[str, int] = {}
+    for part, nbytes in (item for by_part in parts for item in by_part.items()):
+        out[part] = out.get(part, 0) + nbytes
+    return out

@@ -156,14 +156,6 @@ class Installation:
                 restore(installed.group)
                 installed.binding = None
 
-    def arena_bytes(self) -> dict[str, int]:
-        """Shared memory by part, over all arenas of this rank."""
-        out: dict[str, int] = {}
-        for engine in self.engines:
-            for part, nbytes in engine.bytes_by_part().items():
-                out[part] = out.get(part, 0) + nbytes
-        return out
-
     def _agree(self) -> None:
         described = [{"name": g.name, "parameters": _described(g.group)} for g in self.groups]
         codes = [g.verdict.code for g in self.groups]

@@ -1,8 +1,9 @@
 """Forecasts of memory: the arena by part, to the byte, and what a step holds beside stock FSDP2.
 
 :func:`arena_on_cpu` and :func:`arena_on_gpu` say what this version's runtime allocates; tests compare them with what
-``report()`` finds. :func:`arena_across_nodes` is the paper's closed form (section 5.4). :func:`step` adds
-what lives outside the arena and what the two stock paths hold.
+``report()`` finds, and :func:`pinned_by_messages` with the host memory of the rail of messages between GPU nodes.
+:func:`arena_across_nodes` is the paper's closed form (section 5.4). :func:`step` adds what lives outside the arena and
+what the two stock paths hold.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tide_strategies.collectives.schedule import Space
+from tide_strategies.collectives.signals import RAILS
 from tide_strategies.errors import TideConfigError
 from tide_strategies.layout import align
 from tide_strategies.planner.groups import Group, Model
@@ -22,8 +24,9 @@ from tide_strategies.topology import Topology
 #: Device memory that is shared comes in such pieces on all NVIDIA GPUs so far (cuMemGetAllocationGranularity).
 GPU_GRANULE = 2 * 1024 * 1024
 
-# csrc/control.h: header, ring of call tags per rank, a cache line per counter and rank; csrc/cuda/control.h: a cell.
-_HEADER, _TAGS, _CELL, _CUDA_CELL = 1024, 512, 64, 16
+# csrc/control.h: header, ring of call tags per rank, a cache line per counter and rank; csrc/cuda/control.h: a cell,
+# and a word for each of so many runs of waits.
+_HEADER, _TAGS, _CELL, _CUDA_CELL, _CUDA_RECORD = 1024, 512, 64, 16, 4 * 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +98,21 @@ def arena_on_gpu(
     for part, sizes in _landings(groups, ranks, ring).items():
         out[part] = sum(align(n, granule) for n in sizes)
     return out
+
+
+def pinned_by_messages(arena: Mapping[str, int], topology: Topology, *, counters: int, sending: int) -> dict[str, int]:
+    """Bytes of pinned host memory by part of each GPU's process, if messages connect the nodes (``rail: p2p``).
+
+    Args:
+        arena: forecast of a GPU's arena: what peers put into has a twin in host memory.
+        topology: nodes, of which there are several, and their ranks.
+        counters: as of :func:`arena_on_cpu`.
+        sending: of what is sent (``runtime.cuda.pieces.sending_bytes``).
+    """
+    # Cells in host memory, for the rail's own two as well, and two copies, by which they are watched and released.
+    cells = 3 * _CUDA_CELL * topology.ranks * (counters + RAILS)
+    twins = {part.value: arena[part.value] for part in (Space.STAGE, Space.INBOX) if part.value in arena}
+    return {"control": cells + _CUDA_RECORD, **twins, "pieces": sending}
 
 
 def arena_across_nodes(

@@ -167,6 +167,10 @@ class Engine:
         """Shared memory by part; it exists once for all ranks of the host (of the node, with a rail)."""
         return self.arena.bytes_by_part()
 
+    def pinned_by_part(self) -> dict[str, int]:
+        """Nothing: there is no device to reach it."""
+        return {}
+
     def close(self) -> None:
         """Release the arena. Tensors that still show its memory keep their own part of it alive."""
         if self.trace is not None:

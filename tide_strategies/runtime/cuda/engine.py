@@ -180,6 +180,10 @@ class CudaEngine:
         """Device memory of this rank by part."""
         return dict(self._bytes)
 
+    def pinned_by_part(self) -> dict[str, int]:
+        """Pinned host memory of this rank by part, which a rail may need."""
+        return {} if self.rail is None else self.rail.pinned_by_part()
+
     def close(self) -> None:
         """Stop the watchdog and let go of the memory.
 

@@ -127,7 +127,6 @@ def set_kernels(
     collective: CudaCollective,
     kernels: Kernels,
     pointers: int,
-    grad: Item,
     aligned: Mapping[bool, bool],
     ctas: tuple[int, int],
 ) -> tuple[SumKernel, ...]:
@@ -135,42 +134,36 @@ def set_kernels(
 
     Args:
         engine: the collective's.
-        collective: a reduction, or a part of one.
+        collective: a reduction, a part of one, or an all-gather, whose casts are sums.
         kernels: compiles them.
-        pointers: gradients that a sum reads.
-        grad: their element type.
+        pointers: gradients (or shards) that a sum reads.
         aligned: whether sums (False) and landings (True) can move 16 bytes at a time.
         ctas: thread blocks of a sum and of a landing.
     """
     places = sum(space in _PARTIALS for space, _, _ in collective.bases)
     running = any(space is Space.RUNNING for space, _, _ in collective.bases)
     found: list[SumKernel] = []
-    for number, (landing, sources, _, dst, accumulate) in enumerate(collective.program.sum_kinds):
+    for number, (landing, sources, src, dst, accumulate) in enumerate(collective.program.sum_kinds):
         # What has been added up beside a narrower output is no longer anywhere else.
         if landing and engine.multicast and not (running and _ITEMS[dst] is not Item.F32):
             kernel = kernels.land_multicast(_ITEMS[dst], accumulate)
         elif landing:
             kernel = kernels.land(sources, places, _ITEMS[dst], accumulate, aligned[True])
         else:
-            kernel = kernels.sum(sources - 1, pointers, grad, _ITEMS[dst], aligned[False])
+            kernel = kernels.sum(sources - 1, pointers, _ITEMS[src], _ITEMS[dst], aligned[False])
         found.append(kernel)
-        _set_kernel(engine, collective, number, kernel, ctas[landing])
+        collective.program.set_sum_kernel(
+            kernel.function,
+            kernel.threads,
+            kernel.shared_bytes,
+            ctas[landing],
+            kernel.pointers,
+            kernel.tile,
+            kernel.extra_null_pointers,
+            device=engine.device,
+            kind=number,
+        )
     return tuple(found)
-
-
-def _set_kernel(engine: CudaEngine, collective: CudaCollective, kind: int, kernel: SumKernel, ctas: int) -> None:
-    """Let ``kernel`` make the collective's sums of that kind, with so many thread blocks."""
-    collective.program.set_sum_kernel(
-        kernel.function,
-        kernel.threads,
-        kernel.shared_bytes,
-        ctas,
-        kernel.pointers,
-        kernel.tile,
-        kernel.extra_null_pointers,
-        device=engine.device,
-        kind=kind,
-    )
 
 
 class CudaGroup(LandingGroup):
@@ -351,12 +344,9 @@ class CudaGroup(LandingGroup):
 
         schedule = schedule_of(engine.rank)
         collective = engine.collective(schedule, len(params), f"all-gather of {self.name!r}", schedule_of)
-        wide = aligned and self._aligned(params, ()) and sums_aligned(schedule, False)
-        kernels: list[SumKernel] = []
-        for number, (_, _, src, dst, _) in enumerate(collective.program.sum_kinds):
-            kernels.append(self._kernels.sum(0, len(params), _ITEMS[src], _ITEMS[dst], wide))
-            _set_kernel(self._engine, collective, number, kernels[-1], CAST_CTAS * self._ctas[False])
-        return _Gather(collective, tuple(kernels))
+        wide = {False: aligned and self._aligned(params, ()) and sums_aligned(schedule, False)}  # it lands nothing
+        ctas = CAST_CTAS * self._ctas[False], 0
+        return _Gather(collective, set_kernels(engine, collective, self._kernels, len(params), wide, ctas))
 
     def _aligned(self, params: Iterable[int], addresses: Sequence[int]) -> bool:
         """Whether every address and length lets the kernel move 16 bytes at a time."""
@@ -394,7 +384,7 @@ class CudaGroup(LandingGroup):
         label = self._reduction_label(params, grad, output)
         collective = engine.collective(schedule, len(params), label, schedule_of)
         wide = {landing: aligned and sums_aligned(schedule, landing) for landing in (False, True)}
-        kernels = set_kernels(engine, collective, self._kernels, len(params), grad, wide, self._ctas)
+        kernels = set_kernels(engine, collective, self._kernels, len(params), wide, self._ctas)
         sent = self._sent_bytes(params, grad, engine.rank)
         return _Reduction(collective, engine.book.tag(label), sent, kernels)
 

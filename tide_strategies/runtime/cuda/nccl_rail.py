@@ -142,6 +142,10 @@ class NcclRail:
     def arrive(self, arrivals: Sequence[Arrival]) -> None:
         """Nothing: no thread of Python has a part in what comes."""
 
+    def pinned_by_part(self) -> dict[str, int]:
+        """Nothing: NCCL reads and writes the device's memory."""
+        return {}
+
     def check(self) -> None:
         """Raise if a stream has been blocked in :meth:`take`, or the host in NCCL, for longer than ``timeout_s``.
 

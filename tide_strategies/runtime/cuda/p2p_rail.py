@@ -29,7 +29,6 @@ from tide_strategies.runtime.bootstrap import Exchange, agree
 from tide_strategies.runtime.calls import CallBook
 from tide_strategies.runtime.cuda.p2p_threads import (
     NOBODY,
-    PIECES,
     WORDS_BYTES,
     Incoming,
     Link,
@@ -37,14 +36,13 @@ from tide_strategies.runtime.cuda.p2p_threads import (
     Outgoing,
     waiting,
 )
+from tide_strategies.runtime.cuda.pieces import piece_bytes
 from tide_strategies.runtime.cuda.rail import Arrival, Part
 from tide_strategies.runtime.failure import PATIENCE, STOP
 from tide_strategies.runtime.rails.gloo import LINGER_S, break_off, close_at_exit, join
 from tide_strategies.runtime.rails.message import Kind, Message
 from tide_strategies.topology import Topology
 
-#: Pinned memory for what is sent, shared out among peers and kinds; and bounds of a piece.
-_SENDING_BYTES, _LEAST, _MOST = 64 << 20, 64 << 10, 4 << 20
 #: A wait shorter than this is not worth asking whether its peer is there.
 _SUSPICIOUS_S = 1.0
 #: Beyond the timeout, after which waits are let pass without the watchdog if it cannot run.
@@ -92,8 +90,7 @@ class CudaP2PRail:
         self._taken: dict[tuple[int, int], int] = {}  # signals by (writer, counter)
         self._gone: dict[int, tuple[str, float]] = {}  # why, and since when
         self._fault: TidePeerError | None = None
-        shared = _SENDING_BYTES // (RAILS * (topology.nodes - 1) * PIECES)  # the same on all ranks
-        piece_bytes = min(max(shared >> 12 << 12, _LEAST), _MOST)
+        piece = piece_bytes(topology.nodes)
         self._links: dict[int, Link] = {}
         self._out: dict[int, list[Outgoing]] = {}
         self._in: dict[int, list[Incoming]] = {}
@@ -103,8 +100,8 @@ class CudaP2PRail:
             if peer == rank:
                 continue
             link = self._links[peer] = Link(group, place, peer, self._control, timeout_s, self._lose)
-            self._out[peer] = [Outgoing(link, k, book.counters + k, device, piece_bytes) for k in kinds]
-            self._in[peer] = [Incoming(link, k, book.counters, self._regions, piece_bytes) for k in kinds]
+            self._out[peer] = [Outgoing(link, k, book.counters + k, device, piece) for k in kinds]
+            self._in[peer] = [Incoming(link, k, book.counters, self._regions, piece) for k in kinds]
             self._listeners[peer] = Listener(link, self._hear)
         # Some calls into the driver hold the interpreter's lock while they wait for room in a queue.
         self._control.release_after(timeout_s + _STARVED_S)
@@ -245,6 +242,14 @@ class CudaP2PRail:
             break_off(self._group, link.place, NOBODY)
         join(self._threads(), LINGER_S)
         self._stopped = True
+
+    def pinned_by_part(self) -> dict[str, int]:
+        """Bytes of pinned host memory: twins of what peers put into, pieces for what is sent, and cells."""
+        senders = [sender for threads in self._out.values() for sender in threads]
+        out = {"control": self._control.pinned_bytes, "pieces": sum(s.pinned_bytes for s in senders)}
+        for (space, _), (host, _) in self._memory.items():
+            out[space.value] = out.get(space.value, 0) + host.pinned_bytes
+        return out
 
     def outstanding(self) -> int:
         """How many times a stream has yet to get through a wait of this rail's."""

@@ -22,14 +22,13 @@ import torch
 from tide_strategies._native import cuda
 from tide_strategies.collectives.schedule import Await, Counter, Schedule
 from tide_strategies.errors import TideTimeoutError
+from tide_strategies.runtime.cuda.pieces import PIECES
 from tide_strategies.runtime.cuda.rail import Arrival
 from tide_strategies.runtime.encode import encode
 from tide_strategies.runtime.failure import PATIENCE, STOP
 from tide_strategies.runtime.rails.gloo import WHILE_CONNECTED, lost, tensor_at
 from tide_strategies.runtime.rails.message import Kind, Message, parse, payload
 
-#: Pieces of pinned memory that bytes to one peer go through.
-PIECES = 4
 #: Messages to one peer that streams have not come to yet; beyond that the host waits for them, within bounds.
 _UNDER_WAY = 4096
 #: Messages that may come in while one is dealt with.
@@ -119,6 +118,11 @@ class Outgoing(_Thread):
         self._sent: deque[list[Any]] = deque()  # sends under way, by piece
         self._freed = 0
         link.control.deliver(room, link.peer, PIECES)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory of its pieces and their words."""
+        return self._memory.pinned_bytes
 
     def enqueue(self, message: Message, source: int, stream: int) -> Arrival:
         """Send a message with the bytes at ``source``, if it has some, when the stream comes to it.

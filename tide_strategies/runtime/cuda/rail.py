@@ -82,6 +82,9 @@ class DeviceRail(Protocol):
         stream of the program's does for the streams that were given.
         """
 
+    def pinned_by_part(self) -> dict[str, int]:
+        """Bytes of pinned host memory that the rail holds on this rank, by part; empty if what it sends needs none."""
+
     def check(self) -> None:
         """Raise a TideError if a stream is held up for too long, or for good. Called now and then by the watchdog."""
 
