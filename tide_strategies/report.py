@@ -126,8 +126,8 @@ class TideReport:
     Args:
         installed: whether the first forward has installed TIDE (before it, ``groups`` is empty).
         status: one line in words.
-        arena_bytes: bytes of shared memory by part ("ring", "pinned" for groups that stay unsharded, "staging",
-            "control"), counted once a node.
+        arena_bytes: bytes of the arena by part ("ring", "pinned" for groups that stay unsharded, "staging",
+            "control"): of shared memory, counted once a node; on GPU ranks of this rank's device memory.
         pinned_bytes: bytes of pinned host memory of this rank by part, of messages between GPU nodes (rail "p2p"):
             "stage" and "inbox" for what peers send, "pieces" for what is sent, "control" for cells; else empty.
         groups: one entry per parameter group, in module order.
@@ -178,7 +178,8 @@ class TideReport:
 
     def __str__(self) -> str:
         lines = [f"TIDE: {self.status}"]
-        memory = {"shared memory of this node": self.arena_bytes, "pinned host memory of this rank": self.pinned_bytes}
+        arena = "shared memory of this node" if self.exposed is None else "device memory of this rank"
+        memory = {arena: self.arena_bytes, "pinned host memory of this rank": self.pinned_bytes}
         for what, by_part in memory.items():
             if by_part:
                 lines.append(f"  {what}: " + ", ".join(f"{k} {v / 2**20:.1f} MiB" for k, v in by_part.items()))

@@ -25,7 +25,7 @@ from tide_strategies import TideReport, apply_tide
 from tide_strategies.cli.main import main
 from tide_strategies.layout import LANDING_ALIGNMENT, align
 from tide_strategies.planner import measured
-from tide_strategies.report import CollectiveStats, GroupReport
+from tide_strategies.report import CollectiveStats, ExposedStats, GroupReport
 
 PAGE = 4096
 CHUNK = 8192
@@ -325,3 +325,14 @@ def test_what_fell_back_is_told_with_its_remedy() -> None:
     assert lines[2].strip() == "shard on dimension 0"
     assert lines[3].strip() == f"2 reduce-scatter calls ran as stock: {late.stock_reason}"
     assert json.loads(json.dumps(report.to_dict()))["groups"][0]["reduce_scatter"]["stock_calls"] == 2
+
+
+def test_a_gpus_arena_is_its_own_and_not_the_nodes() -> None:
+    exposed = ExposedStats(seconds=0.5, sampled=2, backwards=4)
+    report = TideReport(
+        installed=True, status="1 of 1 groups accelerated", arena_bytes={"ring": 3 << 20}, exposed=exposed
+    )
+    assert str(report).splitlines()[1:] == [
+        "  device memory of this rank: ring 3.0 MiB",
+        "  computing waited 250.000 ms for collectives in a forward and backward (mean of 2 of 4)",
+    ]
