@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from fakes import FakeKernels, MessageRail
-from nodes_scenarios import Rank, bf16
+from nodes_scenarios import Rank, bf16, first_cause
 from ranks import launch, values
-from stage import memory, play, scenario, until
+from stage import memory, play, scenario
 
 from tide_strategies.collectives.schedule import Item
 from tide_strategies.errors import TideMismatchError, TidePeerError
+from tide_strategies.runtime import autopsy
 from tide_strategies.runtime.cuda import host_order, watchdog
 from tide_strategies.runtime.cuda.group import CudaGroup
 from tide_strategies.topology import Topology
@@ -115,8 +116,7 @@ class Training:
             self.here.engine.close()
         except (TideMismatchError, TidePeerError) as error:
             took = time.monotonic() - begun
-            if self.here.engine.watchdog.stopped:
-                until(lambda: self.here.engine.control.outstanding() == 0, 10)
+            self.here.engine.watchdog._thread.join(10)  # it has let streams go, and written down what it was at
             return type(error).__name__, str(error), took
         return "nothing", "", time.monotonic() - begun
 
@@ -141,6 +141,7 @@ def _all(rank, exchange, shape, folder):
         # All of it is over before the first words are published.
         found["at the end"] = Training(rank, exchange, shape, board_of(Folder, "end", 60.0)).run(TURNS - 1)
     found["log"], said.lines = said.lines, []
+    autopsy.write_to(os.path.join(folder, "autopsy"))
     found["swapped"] = Training(rank, exchange, shape, board_of(Folder, "swapped")).run(SWAPPED, LONG)
     found["said of swapped"] = said.lines
     exchange(b"ended")
@@ -167,6 +168,9 @@ def hosts_that_run_different_collectives_are_told():
     for shape in ((2, 1), (2, 2)):
         with tempfile.TemporaryDirectory() as folder:
             ranks = values(launch(shape[0] * shape[1], _all, shape, folder))
+            cause, wrote = first_cause(os.path.join(folder, "autopsy"))
+        assert wrote == list(range(shape[0] * shape[1]))
+        assert f" began call {2 * SWAPPED + 1}, reduce-scatter of '" in cause, cause
         for rank, found in enumerate(ranks):
             assert found["alike"][0] == "nothing", found
             leads = rank % shape[1] == 0

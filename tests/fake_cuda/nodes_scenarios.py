@@ -295,7 +295,7 @@ def lost(rank, exchange, how, folder, connect=None, host_ranks=0):
     return "nothing", "", 0.0
 
 
-def _first_cause(folder):
+def first_cause(folder):
     """What ``tide autopsy`` makes of what the watchdogs wrote, and the ranks that wrote."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
@@ -310,7 +310,7 @@ def _first_cause(folder):
 def a_killed_rank_ends_the_ranks_of_every_node():
     with tempfile.TemporaryDirectory() as folder:
         results = launch(4, lost, "killed", folder)
-        cause, wrote = _first_cause(folder)
+        cause, wrote = first_cause(folder)
     assert wrote == [0, 1, 2]
     assert cause.startswith("rank 3 (pid "), cause
     assert ") died. Rank " in cause, cause
@@ -326,7 +326,7 @@ def a_killed_rank_ends_the_ranks_of_every_node():
 def a_stalled_rank_ends_them_too():
     with tempfile.TemporaryDirectory() as folder:
         found = values(launch(4, lost, "stalled", folder))[:3]
-        cause, wrote = _first_cause(folder)
+        cause, wrote = first_cause(folder)
     assert wrote == [0, 1, 2, 3]
     assert cause.startswith("rank 3 (pid "), cause
     assert "was in no collective when rank " in cause, cause
