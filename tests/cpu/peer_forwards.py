@@ -125,7 +125,7 @@ class Structures(nn.Module):
         return batch.x
 
 
-@peer("structures in and out of blocks")
+@peer("structures in and out of blocks", since="2.12")
 def _(side: Side) -> Any:
     torch.manual_seed(0)
     return side.steps(side.ready(stack(Structures(), mp_policy=MixedPrecisionPolicy(**BF16))))

@@ -53,14 +53,18 @@ class Side:
 Case = Callable[[Side], Any]
 #: Cases by their names.
 PEERS: dict[str, Case] = {}
+#: Cases at which stock FSDP2 itself fails before a release of torch.
+SINCE: dict[str, str] = {}
 
 
-def peer(name: str) -> Callable[[Case], Case]:
-    """Register a case."""
+def peer(name: str, since: str = "") -> Callable[[Case], Case]:
+    """Register a case; ``since``: the first release of torch whose own FSDP2 manages it."""
 
     def register(case: Case) -> Case:
         assert name not in PEERS
         PEERS[name] = case
+        if torch.__version__ < since:
+            SINCE[name] = since
         return case
 
     return register

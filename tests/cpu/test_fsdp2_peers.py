@@ -12,7 +12,7 @@ import peer_layouts
 import pytest
 import torch
 from harness import launch
-from peers import PEERS, Side
+from peers import PEERS, SINCE, Side
 
 #: Modules that register cases when they are imported.
 REGISTERING = (peer_layouts, peer_events, peer_forwards)
@@ -71,11 +71,13 @@ def compare(rank: int, world: int, names: list[str]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def outcome() -> list[dict[str, str]]:
-    return launch(2, compare, list(PEERS), timeout=200)
+    return launch(2, compare, [name for name in PEERS if name not in SINCE], timeout=200)
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_as_stock(outcome: list[dict[str, str]], name: str) -> None:
+    if name in SINCE:
+        pytest.skip(f"stock FSDP2 itself fails at this before torch {SINCE[name]}")
     for rank, wrong in enumerate(outcome):
         assert not wrong[name], f"rank {rank}: {wrong[name]}"
 
