@@ -47,7 +47,7 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(engine.cuda, "Control", _Control)
     monkeypatch.setattr(engine.cuda, "be_patient", lambda seconds: None)
     monkeypatch.setattr(engine.SharedArena, "create", lambda *_: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(engine, "CallOrder", lambda *_: None)
+    monkeypatch.setattr(engine, "CallOrder", lambda *_: SimpleNamespace(look=lambda: None))
     monkeypatch.setattr(engine, "Watchdog", lambda *_: SimpleNamespace(stopped=True, close=lambda: None))
     monkeypatch.setattr(connect.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(sum_kernels, "sum_kernels", lambda device: None)
