@@ -22,13 +22,13 @@ def plan_tide() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For this process and all that it starts. A module without ``CALIBRATES = True`` that calibrated fails here."""
+    """For this process and all that it starts. A module that has calibrated into it fails here."""
     cache = tmp_path_factory.mktemp("cache")
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}):
         yield
     measured = [p for p in cache.glob("tide_strategies/**/*") if p.is_file()]
-    if measured and not getattr(request.module, "CALIBRATES", False):
+    if measured:
         pytest.fail(
             f"{request.module.__name__} calibrated ({measured[0].name}): its paths depend on this machine's speed. "
-            "Keep TIDE_PLAN=tide in what it starts, or set CALIBRATES = True in it and assert nothing about paths"
+            "Keep TIDE_PLAN=tide in what it starts; or give it a calibration.cache, and assert nothing about paths"
         )

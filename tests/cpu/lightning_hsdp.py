@@ -1,4 +1,4 @@
-"""HSDP through the Trainer: two replicas of a model, each sharded over two ranks; run by ``test_fallbacks``."""
+"""HSDP through the Trainer: two replicas, each sharded over two ranks; run by ``test_lightning_four_ranks``."""
 
 import torch
 from lightning_models import (

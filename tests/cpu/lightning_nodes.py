@@ -1,4 +1,4 @@
-"""Two virtual nodes of two ranks through the Trainer; run by ``test_fallbacks``."""
+"""Two virtual nodes of two ranks through the Trainer; run by ``test_lightning_four_ranks``."""
 
 import torch
 from lightning_models import (

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import launch
 from models import BF16, Case, build, full_parameters, train
-from test_failures import warnings_of_tide
+from stacks import warnings_of_tide
 
 from tide_strategies import apply_tide
 from tide_strategies.config import TideConfig

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import logging
 import os
 import re
 import signal
 import stat
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,107 +16,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import launch
-from models import Block
 from programs import finish, start
+from stacks import (
+    HIDDEN,
+    ODD,
+    WIDTH,
+    Stack,
+    attempt,
+    plain,
+    shard,
+    train,
+)
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from tide_strategies import TideReport, apply_tide
+from tide_strategies import apply_tide
 from tide_strategies.errors import TideConfigError
 from tide_strategies.fsdp2 import guards, handle
 from tide_strategies.runtime import teardown
-
-WIDTH, HIDDEN = 16, 24
-BLOCKS = 3
-ODD = 1  # the block that is made different
-
-
-class Stack(nn.Module):
-    """Blocks in a row; some may compute in a dtype of their own."""
-
-    def __init__(self, dtypes: dict[int, torch.dtype] | None = None, hidden: int = HIDDEN) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH, hidden) for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, 3)
-        self.dtypes = dtypes or {}
-        for i, dtype in self.dtypes.items():
-            self.blocks[i].to(dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i, block in enumerate(self.blocks):
-            x = block(x.to(self.dtypes.get(i, x.dtype))).to(x.dtype)
-        return self.head(x)
-
-
-def shard(model: nn.Module, odd: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-    """fully_shard on every block and the model; the odd block with options of its own."""
-    kwargs.setdefault("mesh", init_device_mesh("cpu", (dist.get_world_size(),)))
-    for i, block in enumerate(model.blocks):
-        fully_shard(block, **{**kwargs, **((odd or {}) if i == ODD else {})})
-    return fully_shard(model, **kwargs)
-
-
-def plain(seed: int = 0, **kwargs: Any) -> Any:
-    torch.manual_seed(seed)
-    return shard(Stack(**kwargs))
-
-
-def local(parameter: torch.Tensor) -> torch.Tensor:
-    shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return getattr(shard, "_data", shard).detach()
-
-
-def train(model: nn.Module, steps: int = 3, first: int = 0) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
-    losses = []
-    for step in range(first, first + steps):
-        torch.manual_seed(100 * step + dist.get_rank())
-        loss = model(torch.randn(4, WIDTH)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def trained(model: nn.Module, **kwargs: Any) -> tuple[list[float], list[torch.Tensor]]:
-    return train(model, **kwargs), [local(p).clone() for p in model.parameters()]
-
-
-def equal(a: tuple[list[float], list[torch.Tensor]], b: tuple[list[float], list[torch.Tensor]]) -> bool:
-    return a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
-
-
-def attempt(function: Callable[[], Any]) -> tuple[str, str, float]:
-    """Type and words of the exception, and the seconds it took; the type is "none" if there was none."""
-    start = time.monotonic()
-    try:
-        function()
-    except Exception as e:
-        return type(e).__name__, str(e), time.monotonic() - start
-    return "none", "", time.monotonic() - start
-
-
-@contextmanager
-def warnings_of_tide() -> Iterator[list[str]]:
-    """What TIDE logs as warnings."""
-    seen: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("tide_strategies")
-    logger.addHandler(handler)
-    try:
-        yield seen
-    finally:
-        logger.removeHandler(handler)
-
-
-def codes(report: TideReport) -> dict[str, str]:
-    return {g.name: g.code for g in report.groups}
-
 
 # --- options, before anything else ----------------------------------------------------------------------------
 
@@ -194,147 +107,6 @@ def test_ranks_that_disagree_stop_together_naming_both_sides() -> None:
             assert kind == "TideMismatchError", text
             assert [w for w in expected if w not in text] == [], text
             assert seconds < 10
-
-
-# --- what one handle does to one model ------------------------------------------------------------------------
-
-
-def _handles(rank: int, world: int, _: Any) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    options = {"timeout_s": 30, "strict": True}
-    want = trained(plain())
-    want_more = trained(plain(), steps=5)
-
-    # Twice on one model, or on a part of it, whether installed yet or not; a copy of the options changes nothing.
-    model = plain()
-    tide = apply_tide(model, options)
-    twice = [attempt(lambda: apply_tide(model, options)), attempt(lambda: apply_tide(model.blocks[0], options))]
-    model(torch.randn(2, WIDTH))
-    twice.append(attempt(lambda: apply_tide(nn.Sequential(model), options)))
-    out["twice"] = twice
-    assert tide.report().installed
-    tide.close()
-    tide.close()
-    assert not tide.report().installed
-    out["closed"] = tide.report().status
-    apply_tide(model, options).close()  # free again
-
-    # Closing puts stock back: in the middle of training, before any, and twice.
-    model = plain()
-    tide = apply_tide(model, options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
-    losses = []
-    for step in range(5):
-        if step == 3:
-            tide.close()
-            tide.close()
-            kinds = {type(g) for m in model.modules() if isinstance(m, FSDPModule) for g in groups_of(m)}
-            assert kinds == {FSDPParamGroup}
-        torch.manual_seed(100 * step + rank)
-        loss = model(torch.randn(4, WIDTH)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    out["close, then train"] = equal((losses, [local(p).clone() for p in model.parameters()]), want_more)
-    model = plain()
-    apply_tide(model, options).close()
-    out["close at once"] = equal(trained(model), want) and not any(
-        type(g) is not FSDPParamGroup for m in model.modules() if isinstance(m, FSDPModule) for g in groups_of(m)
-    )
-
-    # Two models with a handle each, in turns; one closes, the other goes on.
-    one, other = plain(), plain()
-    first, second = apply_tide(one, options), apply_tide(other, {**options, "all_gather.slots": 1})
-    results = [trained(one), trained(other)]
-    first.close()
-    out["two models"] = all(equal(r, want) for r in results) and second.report().installed
-    again = trained(plain(), steps=3)
-    assert equal(again, want)
-    train(other, steps=2, first=3)
-    assert second.report().groups[0].all_gather.calls >= 5
-    second.close()
-
-    # A handle that nobody keeps still works, and off means off.
-    model = plain()
-    apply_tide(model, options)
-    gc.collect()
-    out["forgotten handle"] = equal(trained(model), want)
-    model = plain()
-    off = apply_tide(model, {"enabled": False, "strict": True})
-    out["off"] = equal(trained(model), want) and off.report().status == "off (enabled: false); stock FSDP2"
-    apply_tide(model, options).close()  # a handle that does nothing holds nothing
-
-    # Parameters on the meta device, at the first forward.
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = Stack()
-    shard(model)
-    tide = apply_tide(model, options)
-    out["meta"] = attempt(lambda: train(model, 1))
-    model.to_empty(device="cpu")
-    for p, q in zip(model.parameters(), plain().parameters(), strict=True):
-        local(p).copy_(local(q))
-    tide = apply_tide(model, options)
-    out["meta, then right"] = equal(trained(model), want) and tide.report().installed
-    tide.close()
-    return out
-
-
-def groups_of(module: Any) -> list[Any]:
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [g for g in (groups if groups is not None else [state._fsdp_param_group]) if g is not None]
-
-
-@pytest.fixture(scope="module")
-def handles() -> list[dict[str, Any]]:
-    return launch(2, _handles)
-
-
-@pytest.mark.parametrize(
-    "what",
-    ["close, then train", "close at once", "two models", "forgotten handle", "off", "meta, then right"],
-)
-def test_a_handle_leaves_training_equal_to_stock(handles: list[dict[str, Any]], what: str) -> None:
-    assert [h[what] for h in handles] == [True, True]
-
-
-def test_a_model_takes_one_handle_at_a_time(handles: list[dict[str, Any]]) -> None:
-    for result in handles:
-        assert [kind for kind, _, _ in result["twice"]] == ["TideConfigError"] * 3
-        assert all("already applied" in words and "close()" in words for _, words, _ in result["twice"])
-        assert result["closed"] == "closed; stock FSDP2"
-
-
-def test_parameters_on_the_meta_device_are_named_with_the_remedy(handles: list[dict[str, Any]]) -> None:
-    for result in handles:
-        kind, words, _ = result["meta"]
-        assert kind == "TideError"
-        assert "blocks.0.norm.weight" in words
-        assert "to_empty" in words
-
-
-def _without_group(rank: int, world: int, _: Any) -> list[tuple[str, str, float]]:
-    model = plain()
-    out = []
-    tide = apply_tide(model, {"timeout_s": 5})
-    train(model, 1)
-    out.append(codes(tide.report()))
-    tide.close()
-    out.append(attempt(lambda: apply_tide(model, {"timeout_s": 5, "strict": True}) and train(model, 1)))
-    tide = apply_tide(plain())
-    dist.destroy_process_group()
-    out.append(attempt(lambda: apply_tide(model, {"timeout_s": 5})))
-    return out
-
-
-def test_one_rank_has_nothing_to_communicate_and_none_at_all_is_an_error() -> None:
-    ((one, strict, none),) = launch(1, _without_group)
-    assert set(one.values()) == {"TIDE-F010"}
-    assert strict[0] == "TideFallbackError"
-    assert none[0] == "TideConfigError"
-    assert "process group" in none[1]
 
 
 # --- shared memory is private ---------------------------------------------------------------------------------

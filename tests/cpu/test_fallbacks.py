@@ -7,8 +7,6 @@ import resource
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import launch
-from test_failures import (
+from stacks import (
     BLOCKS,
     ODD,
     Stack,
@@ -259,9 +257,6 @@ def _parallel_forward(block: Any, x: torch.Tensor) -> torch.Tensor:
     return x + block.scale * block.down(torch.relu(y)).full_tensor()
 
 
-HAS_LIGHTNING = find_spec("lightning") is not None
-
-
 def _several_meshes() -> Any:
     other = common.FSDPMeshInfo(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"], shard_mesh_dim=0)
 
@@ -280,40 +275,9 @@ if hasattr(common, "ShardPlacementResult"):  # from torch 2.12 on; before, a mod
     FOUR_RANKS["several meshes"] = ("TIDE-F008", "several parameter groups", _several_meshes)
 
 
-def _run_four(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    results = _mixed(rank, world, FOUR_RANKS)
-    if HAS_LIGHTNING:
-        import lightning_experts
-        import lightning_hsdp
-        import lightning_nodes
-
-        lightning_experts.with_four_ranks(folder)
-        results["expert subgroups"] = True
-        lightning_hsdp.with_four_ranks()
-        results["HSDP"] = True
-        lightning_nodes.with_four_ranks()
-        results["nodes"] = True
-    return results
-
-
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch(4, _run_four, tmp_path_factory.mktemp("four"), timeout=150)
-
-
-@pytest.mark.skipif(not HAS_LIGHTNING, reason="needs lightning")
-def test_experts_in_two_parts_of_two_ranks_each_run_on_tide(four_ranks: list[dict[str, Any]]) -> None:
-    assert [r["expert subgroups"] for r in four_ranks] == [True] * 4
-
-
-@pytest.mark.skipif(not HAS_LIGHTNING, reason="needs lightning")
-def test_two_replicas_of_two_ranks_each_run_on_tide_in_lightning(four_ranks: list[dict[str, Any]]) -> None:
-    assert [r["HSDP"] for r in four_ranks] == [True] * 4
-
-
-@pytest.mark.skipif(not HAS_LIGHTNING, reason="needs lightning")
-def test_two_virtual_nodes_of_two_ranks_train_as_stock_in_lightning(four_ranks: list[dict[str, Any]]) -> None:
-    assert [r["nodes"] for r in four_ranks] == [True] * 4
+def four_ranks() -> list[dict[str, Any]]:
+    return launch(4, _mixed, FOUR_RANKS, timeout=150)
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)
